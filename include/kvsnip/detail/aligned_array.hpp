@@ -1,0 +1,82 @@
+// 64-byte aligned, uninitialised storage for the columns of one kv_head, and the moves that a compaction needs.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <span>
+#include <type_traits>
+#include <utility>
+
+#include "kvsnip/policy.hpp"
+
+namespace kvsnip::detail {
+
+/// An owning array of T, uninitialised; a value: copies are deep.
+template <class T>
+class AlignedArray {
+  static_assert(std::is_trivially_copyable_v<T>);
+
+ public:
+  AlignedArray() = default;
+  explicit AlignedArray(Index size) : size_(size) {
+    if (size > 0)
+      data_ = static_cast<T*>(::operator new(static_cast<std::size_t>(size) * sizeof(T), std::align_val_t{64}));
+  }
+  AlignedArray(const AlignedArray& other) : AlignedArray(other.size_) {
+    if (size_ > 0) std::memcpy(static_cast<void*>(data_), other.data_, static_cast<std::size_t>(size_) * sizeof(T));
+  }
+  AlignedArray(AlignedArray&& other) noexcept { swap(other); }
+  AlignedArray& operator=(AlignedArray other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~AlignedArray() { ::operator delete(data_, std::align_val_t{64}); }
+
+  T* data() { return data_; }
+  const T* data() const { return data_; }
+  Index size() const { return size_; }
+  Index bytes() const { return size_ * static_cast<Index>(sizeof(T)); }
+  void swap(AlignedArray& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+  }
+
+ private:
+  T* data_ = nullptr;
+  Index size_ = 0;
+};
+
+/// Where the element that belongs at place i is now, while columns are permuted in place from place 0 up: an earlier
+/// swap may have moved it on.
+inline Index place_during_permutation(std::span<const Index> order, Index i) {
+  Index j = order[static_cast<std::size_t>(i)];
+  while (j < i) j = order[static_cast<std::size_t>(j)];
+  return j;
+}
+
+/// In place, without scratch: new column i is old column order[i]. `order` is a permutation.
+template <class T>
+void permute_columns(T* columns, Index rows, std::span<const Index> order) {
+  for (Index i = 0; i < static_cast<Index>(order.size()); ++i) {
+    const Index j = place_during_permutation(order, i);
+    if (j != i) std::swap_ranges(columns + i * rows, columns + (i + 1) * rows, columns + j * rows);
+  }
+}
+
+/// The inverse of permute_columns with the same order: its swaps, last first.
+template <class T>
+void unpermute_columns(T* columns, Index rows, std::span<const Index> order) {
+  for (Index i = static_cast<Index>(order.size()) - 1; i >= 0; --i) {
+    const Index j = place_during_permutation(order, i);
+    if (j != i) std::swap_ranges(columns + i * rows, columns + (i + 1) * rows, columns + j * rows);
+  }
+}
+
+/// Heap bytes of a vector.
+template <class Vector>
+Index heap_bytes(const Vector& vector) {
+  return static_cast<Index>(vector.capacity() * sizeof(typename Vector::value_type));
+}
+
+}  // namespace kvsnip::detail

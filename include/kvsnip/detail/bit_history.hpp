@@ -1,0 +1,88 @@
+// A circular history of one bit per slot and row, with running counts: which of the last `window` rows marked a slot.
+//
+// Bits are packed in 16-bit words [ceil(window / 16)][slot]: row t is bit t mod window of every slot's word column. The
+// bit that leaves the window is the one about to be overwritten, so one pass over one contiguous row of words records a
+// row and updates the counts: O(slots), never O(slots x window).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kvsnip/detail/aligned_array.hpp"
+#include "kvsnip/policy.hpp"
+
+namespace kvsnip::detail {
+
+class BitHistory {
+ public:
+  explicit BitHistory(Index window) : window_(window), num_words_((window + 15) / 16) {}
+
+  /// Rows recorded so far, and how many of the window a slot has seen: rows since its token came, at most the window.
+  Index rows_seen(Index slot) const { return std::min(window_, num_rows_ - born_[at(slot)]); }
+  /// How many of those marked it.
+  Index marked(Index slot) const { return marked_[at(slot)]; }
+
+  /// A new token is in `slot`: it has seen nothing.
+  void clear(Index slot) {
+    grow(slot + 1);
+    for (Index w = 0; w < num_words_; ++w) words_[at(w * capacity_ + slot)] = 0;
+    marked_[at(slot)] = 0;
+    born_[at(slot)] = num_rows_;
+  }
+  /// Record a row: mark(slot) is 1 where it marks a slot, else 0.
+  template <class Mark>
+  void record(Index num_slots, Mark mark) {
+    const Index turn = num_rows_ % window_;
+    std::uint16_t* words = words_.data() + (turn / 16) * capacity_;
+    std::uint16_t* counts = marked_.data();
+    const int shift = static_cast<int>(turn % 16);
+    const auto others = static_cast<std::uint16_t>(~(1u << shift));
+    for (Index slot = 0; slot < num_slots; ++slot) {
+      const std::uint16_t word = words[slot], bit = mark(slot);
+      counts[slot] = static_cast<std::uint16_t>(counts[slot] + bit - ((word >> shift) & 1));
+      words[slot] = static_cast<std::uint16_t>((word & others) | (bit << shift));
+    }
+    ++num_rows_;
+  }
+  /// The row just recorded, unmarked there, does not count for `slot`: its token came later.
+  void unsee(Index slot) { born_[at(slot)] = num_rows_; }
+
+  /// Slot i was slot kept[i].
+  void gather(std::span<const Index> kept) {
+    BitHistory old(window_);
+    std::swap(*this, old);
+    num_rows_ = old.num_rows_;
+    grow(static_cast<Index>(kept.size()));
+    for (Index i = 0; i < static_cast<Index>(kept.size()); ++i) {
+      const Index from = kept[at(i)];
+      for (Index w = 0; w < num_words_; ++w) words_[at(w * capacity_ + i)] = old.words_[at(w * old.capacity_ + from)];
+      marked_[at(i)] = old.marked_[at(from)];
+      born_[at(i)] = old.born_[at(from)];
+    }
+  }
+  Index bytes() const { return heap_bytes(words_) + heap_bytes(marked_) + heap_bytes(born_); }
+
+ private:
+  static std::size_t at(Index i) { return static_cast<std::size_t>(i); }
+  /// Room for so many slots; geometric.
+  void grow(Index num_slots) {
+    if (num_slots <= capacity_) return;
+    const Index capacity = std::max(num_slots, capacity_ + capacity_ / 2);
+    std::vector<std::uint16_t> words(at(num_words_ * capacity));
+    for (Index w = 0; w < num_words_; ++w)
+      std::copy_n(words_.begin() + w * capacity_, capacity_, words.begin() + w * capacity);
+    words_.swap(words);
+    marked_.resize(at(capacity));
+    born_.resize(at(capacity));
+    capacity_ = capacity;
+  }
+
+  Index window_, num_words_, capacity_ = 0, num_rows_ = 0;
+  std::vector<std::uint16_t> words_;   // (num_words, capacity)
+  std::vector<std::uint16_t> marked_;  // (capacity) set bits of each slot
+  std::vector<Index> born_;            // (capacity) rows recorded before the slot's token came
+};
+
+}  // namespace kvsnip::detail

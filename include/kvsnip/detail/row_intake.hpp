@@ -1,0 +1,77 @@
+// The attention rows of one kv_head on their way to the policy: checked, averaged over the query group, and in decode
+// kept aside until the step can no longer be taken back.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kvsnip/detail/aligned_array.hpp"
+#include "kvsnip/policy.hpp"
+
+namespace kvsnip::detail {
+
+/// The first column with a weight that is negative or not finite, or -1.
+inline Index first_bad_column(const AttentionRows::Weights& weights) {
+  for (Index j = 0; j < weights.cols(); ++j) {
+    const float* w = weights.col(j).data();
+    int bad = 0;
+    for (Index i = 0; i < weights.rows(); ++i) bad |= !(w[i] >= 0.0f && w[i] <= std::numeric_limits<float>::max());
+    if (bad != 0) return j;
+  }
+  return -1;
+}
+
+/// @param weights  (slots, queries * group_size), a query's heads side by side
+/// @param mean     (slots, queries)
+inline void mean_over_group(const AttentionRows::Weights& weights, Index group_size, float* mean) {
+  const Index slots = weights.rows();
+  for (Index j = 0; j < weights.cols() / group_size; ++j) {
+    Eigen::Map<Eigen::ArrayXf> out(mean + j * slots, slots);
+    out = weights.col(j * group_size).array();
+    for (Index g = 1; g < group_size; ++g) out += weights.col(j * group_size + g).array();
+    if (group_size > 1) out /= static_cast<float>(group_size);
+  }
+}
+inline Eigen::MatrixXf mean_over_group(const AttentionRows::Weights& weights, Index group_size) {
+  Eigen::MatrixXf mean(weights.rows(), weights.cols() / group_size);
+  mean_over_group(weights, group_size, mean.data());
+  return mean;
+}
+
+class RowIntake {
+ public:
+  void begin(Index wanted_rows) { left_ = wanted_rows; }
+  /// Rows still to come.
+  Index left() const { return left_; }
+  void skip(Index queries) { left_ -= queries; }
+
+  /// Keep the next piece of `wanted` rows.
+  void keep(const AttentionRows::Weights& weights, Index group_size, Index wanted, bool query_heads) {
+    const Index slots = weights.rows(), queries = weights.cols() / group_size, first = wanted - left_;
+    if (first == 0) {
+      mean_.resize(static_cast<std::size_t>(slots * wanted));
+      per_query_head_.resize(query_heads ? static_cast<std::size_t>(slots * wanted * group_size) : 0);
+    }
+    mean_over_group(weights, group_size, mean_.data() + first * slots);
+    if (query_heads)
+      Eigen::Map<Eigen::MatrixXf>(per_query_head_.data() + first * slots * group_size, slots, weights.cols()) = weights;
+    left_ -= queries;
+  }
+  /// All that was kept.
+  AttentionRows kept(std::span<const Index> positions, Index wanted, const StepInfo& step) const {
+    const Index slots = static_cast<Index>(positions.size());
+    const Index columns = slots == 0 ? 0 : static_cast<Index>(per_query_head_.size()) / slots;
+    return {{mean_.data(), slots, wanted, Eigen::OuterStride<>(slots)},
+            {per_query_head_.data(), slots, columns, Eigen::OuterStride<>(slots)},
+            step.last_position() - wanted + 1, step, positions};
+  }
+  Index bytes() const { return heap_bytes(mean_) + heap_bytes(per_query_head_); }
+
+ private:
+  std::vector<float> mean_;            // (slots, wanted)
+  std::vector<float> per_query_head_;  // (slots, wanted * group_size) or empty
+  Index left_ = 0;
+};
+
+}  // namespace kvsnip::detail

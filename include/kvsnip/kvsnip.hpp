@@ -1,0 +1,12 @@
+// kvsnip: KV caches that keep the tokens that matter.
+#pragma once
+
+#include "kvsnip/attention.hpp"
+#include "kvsnip/kv_cache.hpp"
+#include "kvsnip/policy.hpp"
+#include "kvsnip/policy/chain.hpp"
+#include "kvsnip/policy/full.hpp"
+#include "kvsnip/policy/scissorhands.hpp"
+#include "kvsnip/policy/snapkv.hpp"
+#include "kvsnip/policy/streaming_llm.hpp"
+#include "kvsnip/slot_planner.hpp"

@@ -1,0 +1,69 @@
+// Chain<P, D>: P compresses the prompt, D evicts while decoding.
+//
+// D sees the prompt's rows too, so that it starts with a history: Chain<SnapKV, Scissorhands>.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "kvsnip/policy.hpp"
+
+namespace kvsnip {
+
+/// P's protection holds when the prompt is compacted, D's afterwards.
+template <Policy P, Policy D>
+  requires ScoresSlots<P>
+class Chain {
+ public:
+  explicit Chain(P prompt = P{}, D decode = D{}) : prompt_(std::move(prompt)), decode_(std::move(decode)) {}
+
+  const P& prompt() const { return prompt_; }
+  const D& decode() const { return decode_; }
+
+  bool evicts(Phase phase) const {
+    return phase == Phase::decode ? hooks::evicts(decode_, phase) : hooks::evicts(prompt_, phase);
+  }
+  Protection protection(Phase phase) const {
+    return phase == Phase::decode ? hooks::protection(decode_, phase) : hooks::protection(prompt_, phase);
+  }
+  Eviction eviction(Index budget) const { return hooks::eviction(decode_, budget); }
+  void score(Index kv_head, const SlotsView& slots, std::span<float> out) {
+    if (slots.phase == Phase::decode) hooks::score(decode_, kv_head, slots, out);
+    else hooks::score(prompt_, kv_head, slots, out);
+  }
+
+  Index wanted_rows(const StepInfo& step) const { return std::max(prompt_rows(step), hooks::wanted_rows(decode_, step)); }
+  bool wants_query_heads() const { return hooks::wants_query_heads(prompt_) || hooks::wants_query_heads(decode_); }
+  /// Each gets the rows it asked for: rows in hand that come before a policy's share are not passed on.
+  void observe(Index kv_head, const AttentionRows& rows) {
+    const StepInfo& step = rows.step;
+    const auto share = [&](Index wanted) {
+      const Index first = step.first_position + step.num_queries - std::min(wanted, step.num_queries);
+      return rows.without_first(std::clamp<Index>(first - rows.first_position, 0, rows.num_queries()));
+    };
+    if (const AttentionRows p = share(prompt_rows(step)); p.num_queries() > 0) hooks::observe(prompt_, kv_head, p);
+    if (const AttentionRows d = share(hooks::wanted_rows(decode_, step)); d.num_queries() > 0) hooks::observe(decode_, kv_head, d);
+  }
+  void on_insert(Index kv_head, Index slot, const SlotsView& slots) {
+    hooks::on_insert(prompt_, kv_head, slot, slots);
+    hooks::on_insert(decode_, kv_head, slot, slots);
+  }
+  void on_gather(Index kv_head, std::span<const Index> kept) {
+    hooks::on_gather(prompt_, kv_head, kept);
+    hooks::on_gather(decode_, kv_head, kept);
+  }
+  void reset(const Shape& shape) {
+    hooks::reset(prompt_, shape);
+    hooks::reset(decode_, shape);
+  }
+  Index bytes() const { return hooks::bytes(prompt_) + hooks::bytes(decode_); }
+
+ private:
+  /// P learns from prompts alone.
+  Index prompt_rows(const StepInfo& step) const { return step.phase == Phase::decode ? 0 : hooks::wanted_rows(prompt_, step); }
+
+  P prompt_;
+  D decode_;
+};
+
+}  // namespace kvsnip

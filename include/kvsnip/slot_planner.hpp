@@ -1,0 +1,408 @@
+// SlotPlanner<Policy>: the books of one layer's cache, without a key or a value.
+//
+// It knows which position sits in which slot of which kv_head, and makes every choice that is not the policy's: sinks
+// and recents are protected, ties keep the newer position, victims wait in the eviction queue, an over-long prompt is
+// cut to the budget. KVCache is this plus memory; an engine with its own memory (paged, on a GPU) uses this alone:
+//
+//   planner.plan(tokens)            where do the new tokens go? order(h), then new_slots(h)
+//   planner.on_attention(h, w)      the attention callback of each kv_head; true from the step's last one
+//   planner.finish()                then: the step's end; kept(h) says what an over-long prompt leaves
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "kvsnip/detail/head_books.hpp"
+#include "kvsnip/detail/open_heads.hpp"
+#include "kvsnip/detail/require.hpp"
+#include "kvsnip/detail/row_intake.hpp"
+#include "kvsnip/detail/select.hpp"
+#include "kvsnip/policy.hpp"
+
+namespace kvsnip {
+
+/// The largest budget and the end of the positions: 2^61.
+inline constexpr Index unlimited_budget = Index{1} << 61;
+
+struct UpdateOptions {
+  bool more = false;          ///< the prompt goes on in the next update (chunked prefill)
+  Index first_position = -1;  ///< of the first new token: may skip ahead, never back; -1: where the sequence ended
+};
+
+template <Policy P>
+class SlotPlanner {
+ public:
+  using Weights = AttentionRows::Weights;
+
+  /// @param budget  slots a kv_head may keep, sinks and windows included; >= 1. Ignored by a policy that never evicts.
+  /// @throws std::invalid_argument  bad shape; a budget that cannot hold what the policy protects
+  SlotPlanner(const Shape& shape, Index budget, P policy = P{}) : shape_(shape), budget_(budget), policy_(std::move(policy)) {
+    detail::require(shape.kv_heads >= 1, "Shape: kv_heads must be >= 1, got ", shape.kv_heads);
+    detail::require(shape.head_dim >= 1, "Shape: head_dim must be >= 1, got ", shape.head_dim);
+    detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0,
+                    "Shape: query_heads must be a positive multiple of kv_heads = ", shape.kv_heads, ", got ", shape.query_heads);
+    detail::require(budget >= 1 && budget <= unlimited_budget, "KVCache: budget must be in [1, 2^61], got ", budget);
+    for (const Phase phase : {Phase::decode, Phase::long_prompt}) {
+      if (!hooks::evicts(policy_, phase)) continue;
+      const Protection p = hooks::protection(policy_, phase);
+      detail::require(p.recent_window <= budget && p.num_sinks <= budget - p.recent_window,
+                      "KVCache: budget must be >= num_sinks + recent_window = ", p.num_sinks, " + ", p.recent_window, ", got ", budget);
+      detail::require(p.observation_window == 0 || p.observation_window < budget,
+                      "KVCache: budget must be > observation_window = ", p.observation_window, ", got ", budget);
+      detail::require(p.num_sinks <= budget - p.observation_window,
+                      "KVCache: budget must be >= num_sinks + observation_window = ", p.num_sinks, " + ", p.observation_window, ", got ", budget);
+    }
+    heads_.resize(static_cast<std::size_t>(shape.kv_heads));
+    hooks::reset(policy_, shape_);
+  }
+
+  const Shape& shape() const { return shape_; }
+  Index budget() const { return budget_; }
+  P& policy() { return policy_; }
+  const P& policy() const { return policy_; }
+  Index tokens_seen() const { return sequence_.tokens_seen; }
+  Index size(Index kv_head) const { return head(kv_head).books.size(); }
+  /// Positions by slot, in no particular order once tokens were overwritten.
+  std::span<const Index> positions(Index kv_head) const { return head(kv_head).books.positions; }
+
+  /// Decide where the next `num_tokens` tokens go (0 is allowed, and may close a `more` series): slots first move as
+  /// order(h) says, then token t enters new_slots(h)[t].
+  /// @throws std::invalid_argument  a position that goes back; a kept prompt that leaves no room for recent_window more
+  /// @throws std::logic_error       the previous step still waits for a callback
+  void plan(Index num_tokens, const UpdateOptions& options = {}) {
+    detail::require_state(!open_ || !open_heads_.required(), "update: the previous step waits for ", open_heads_.count(),
+                          " kv_head(s): call on_attention, on_queries or done for each, or abandon");
+    detail::require(num_tokens >= 0, "update: tokens must be >= 0, got ", num_tokens);
+    const Index first = options.first_position == -1 ? sequence_.next_position : options.first_position;
+    detail::require(first >= sequence_.next_position, "update: first_position must be >= ", sequence_.next_position,
+                    ", where the sequence ended, got ", options.first_position);
+    detail::require(first <= unlimited_budget - num_tokens, "update: positions must stay below 2^61, got ", first, " + ", num_tokens);
+
+    const StepInfo step{phase_of(num_tokens, options.more), first, num_tokens, sequence_.in_series ? sequence_.prompt_start : first};
+    const Sequence next = sequence_.after(step, options.more);
+    if (next.first_prompt_end != sequence_.first_prompt_end) require_room_for_kept_prompt(next);
+    const bool compacts = step.phase == Phase::long_prompt && !options.more && over_budget(num_tokens);
+    if (open_) commit();  // a step that wanted nothing and was left without done
+    for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
+    if constexpr (ObservesAttention<P> || TracksInserts<P>)
+      if (step.phase != Phase::decode) saved_policy_ = policy_;
+    // Nothing below throws.
+    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts;
+    wanted_rows_ = std::clamp<Index>(hooks::wanted_rows(policy_, step_), 0, num_tokens);
+    for (Head& head : heads_) {
+      head.books.place(first, num_tokens);
+      head.rows.begin(wanted_rows_);
+      head.inserted = head.ended = false;
+    }
+    open_heads_.open(shape_.kv_heads, compacts_ || wanted_rows_ > 0);
+    open_ = true;
+  }
+
+  // --- the open step; different kv_heads may be served from different threads
+  const StepInfo& step() const { return step_; }
+  bool is_open() const { return open_; }
+  /// The policy wants the weights of the last so many queries.
+  Index wanted_rows() const { return wanted_rows_; }
+  /// The slot of each new token, in order.
+  std::span<const Index> new_slots(Index kv_head) const { return head(kv_head).books.new_slots; }
+  /// Slots in use before the step.
+  Index old_size(Index kv_head) const { return head(kv_head).books.old_size; }
+  /// Empty, or, after a bulk drop, how slots are permuted before the new tokens go in: new slot i was slot order[i]; the
+  /// dropped ones come last.
+  std::span<const Index> order(Index kv_head) const { return head(kv_head).books.order; }
+
+  /// The attention callback: weights of one kv_head, (size, queries * group_size), a query's heads side by side; one or
+  /// several in-order pieces that together are the last wanted_rows() queries. @return whether the step's last head ended
+  bool on_attention(Index kv_head, const Weights& weights) {
+    const Head& head = open_head(kv_head);
+    const Index group = shape_.group_size(), left = head.rows.left();
+    detail::require_state(left > 0, "on_attention: the policy wants no rows of kv_head ", kv_head, " in this step: call done");
+    detail::require(weights.rows() == head.books.size(), "on_attention: weights of kv_head ", kv_head, " must have ", head.books.size(),
+                    " rows, one a slot, got ", weights.rows());
+    detail::require(weights.cols() > 0 && weights.cols() % group == 0 && weights.cols() / group <= left, "on_attention: weights of kv_head ",
+                    kv_head, " must have a multiple of group_size = ", group, " columns, at most ", left * group, ", got ", weights.cols());
+    const Index bad = detail::first_bad_column(weights);
+    detail::require(bad < 0, "on_attention: weights must be finite and >= 0, not so for kv_head ", kv_head, ", query at position ",
+                    sequence_.next_position - left + bad / group);
+    return accept(kv_head, weights);
+  }
+  /// on_attention without its checks, for weights that our own kernels computed.
+  bool accept(Index kv_head, const Weights& weights) {
+    Head& head = head_at(kv_head);
+    if (step_.phase == Phase::decode) {  // kept aside: the policy sees the step once it can no longer be taken back
+      head.rows.keep(weights, shape_.group_size(), wanted_rows_, hooks::wants_query_heads(policy_));
+    } else {  // a prompt's rows may be too many to keep; saved_policy_ takes them back
+      insert_new(kv_head);
+      const Index first = sequence_.next_position - head.rows.left();
+      const Eigen::MatrixXf mean = detail::mean_over_group(weights, shape_.group_size());
+      hooks::observe(policy_, kv_head, AttentionRows{Weights(mean.data(), mean.rows(), mean.cols(), Eigen::OuterStride<>(mean.rows())),
+                                                     weights, first, step_, head.books.positions});
+      head.rows.skip(mean.cols());
+    }
+    return head.rows.left() == 0 && end(head);
+  }
+  /// End a kv_head of which no rows are wanted. @return whether the step's last head ended
+  bool done(Index kv_head) {
+    detail::require_state(open_head(kv_head).rows.left() == 0, "done: the policy wants the weights of kv_head ", kv_head,
+                          ": call on_attention or on_queries");
+    if (step_.phase != Phase::decode) insert_new(kv_head);
+    return end(head_at(kv_head));
+  }
+  /// The step's end, once every head has ended.
+  void finish() {
+    choose_kept();
+    commit();
+  }
+  /// finish() in two halves, for an owner whose memory moves in between: choose_kept() may throw and then has changed
+  /// nothing, commit() tells the policy and closes the step.
+  void choose_kept() {
+    if (!compacts_) return;
+    const Protection p = hooks::protection(policy_, Phase::long_prompt);
+    for (Index h = 0; h < shape_.kv_heads; ++h)
+      if (size(h) > budget_) choose_kept(h, p);
+  }
+  /// After choose_kept(): the slots an over-long prompt leaves, by ascending position; empty if all stay.
+  std::span<const Index> kept(Index kv_head) const { return head(kv_head).books.kept; }
+  void commit() {
+    for (Index h = 0; h < shape_.kv_heads; ++h) commit(h);
+    close();
+  }
+  /// Take the open step back: positions, queue, sequence and policy are as before plan().
+  void abandon() {
+    detail::require_state(open_, "abandon: no step is open");
+    for (Head& head : heads_) head.books.take_back();
+    if (saved_policy_) policy_ = std::move(*saved_policy_);
+    sequence_ = before_;
+    close();
+  }
+  /// Forget the sequence; memory stays.
+  void reset() {
+    for (Head& head : heads_) head.books.positions.clear(), head.books.queue.clear(), head.books.queue_next = 0;
+    hooks::reset(policy_, shape_);
+    sequence_ = {};
+    close();
+  }
+
+  /// Where a kv_head's keys and values are, for policies that read them. Set before plan() and finish().
+  void set_vectors(Index kv_head, const void* keys, const void* values, SlotsView::ReadColumn read) {
+    Head& head = head_at(kv_head);
+    head.keys = keys, head.values = values, head.read = read;
+  }
+
+  /// Heap bytes of the books, of the policy's state, of scratch.
+  Index position_bytes() const {
+    Index bytes = detail::heap_bytes(heads_);
+    for (const Head& head : heads_) bytes += head.books.bytes();
+    return bytes;
+  }
+  Index policy_bytes() const { return hooks::bytes(policy_) + (saved_policy_ ? hooks::bytes(*saved_policy_) : 0); }
+  Index scratch_bytes() const {
+    Index bytes = detail::heap_bytes(scores_) + detail::heap_bytes(newest_);
+    for (const Head& head : heads_) bytes += head.books.scratch_bytes() + head.rows.bytes();
+    return bytes;
+  }
+
+ private:
+  struct Head {
+    detail::HeadBooks books;
+    detail::RowIntake rows;
+    bool inserted = false, ended = false;  // in the open step: the policy knows the new tokens; the head's call has come
+    const void* keys = nullptr;
+    const void* values = nullptr;
+    SlotsView::ReadColumn read = nullptr;
+  };
+  struct Sequence {
+    Index start = 0, next_position = 0, tokens_seen = 0;
+    Index prompt_start = 0, first_prompt_end = 0;
+    bool in_first_prompt = true, in_series = false;
+
+    Sequence after(const StepInfo& step, bool more) const {
+      Sequence next = *this;
+      if (tokens_seen == 0) next.start = step.first_position;
+      if (step.num_queries > 0) next.next_position = step.first_position + step.num_queries;
+      next.tokens_seen += step.num_queries;
+      if (in_first_prompt) {
+        next.first_prompt_end = next.next_position;
+        next.in_first_prompt = more || next.tokens_seen == 0;
+      }
+      next.prompt_start = step.prompt_start;
+      next.in_series = more;
+      return next;
+    }
+  };
+
+  Head& head_at(Index kv_head) {
+    detail::require(kv_head >= 0 && kv_head < shape_.kv_heads, "kv_head must be in [0, ", shape_.kv_heads, "), got ", kv_head);
+    return heads_[static_cast<std::size_t>(kv_head)];
+  }
+  const Head& head(Index kv_head) const { return const_cast<SlotPlanner*>(this)->head_at(kv_head); }
+  const Head& open_head(Index kv_head) const {
+    const Head& found = head(kv_head);
+    detail::require_state(open_, "no step is open");
+    detail::require_state(!found.ended, "kv_head ", kv_head, " of this step has ended already");
+    return found;
+  }
+  SlotsView slots_view(const Head& head, Phase phase) const {
+    SlotsView slots;
+    slots.positions = head.books.positions, slots.phase = phase;
+    slots.set_vectors(head.keys, head.values, shape_.head_dim, head.read);
+    return slots;
+  }
+
+  // --- phases
+  Phase phase_of(Index num_tokens, bool more) {
+    const bool is_prompt = sequence_.tokens_seen == 0 || sequence_.in_series || more || !fits_by_evicting(num_tokens);
+    if (!is_prompt) return Phase::decode;
+    return hooks::evicts(policy_, Phase::long_prompt) && (more || over_budget(num_tokens)) ? Phase::long_prompt : Phase::prompt;
+  }
+  bool over_budget(Index num_new) const {
+    return std::any_of(heads_.begin(), heads_.end(), [&](const Head& head) { return head.books.size() > budget_ - num_new; });
+  }
+  bool fits_by_evicting(Index num_tokens) {
+    if (!hooks::evicts(policy_, Phase::decode)) return true;
+    const Protection p = hooks::protection(policy_, Phase::decode);
+    const Index sinks = p.keep_prompt ? std::max(p.num_sinks, sequence_.first_prompt_end - sequence_.start) : p.num_sinks;
+    if (num_tokens <= budget_ - sinks - held_recents(p, num_tokens)) return true;  // whatever is held
+    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) {
+      const Index recent = newest_from(head.books, held_recents(p, num_tokens));
+      const Index evictable = std::count_if(head.books.positions.begin(), head.books.positions.end(),
+                                            [&](Index position) { return position < recent && !is_sink(position, p); });
+      return num_tokens <= budget_ - head.books.size() + evictable;
+    });
+  }
+  void require_room_for_kept_prompt(const Sequence& next) const {
+    for (const Phase phase : {Phase::decode, Phase::long_prompt}) {
+      const Protection p = hooks::protection(policy_, phase);
+      detail::require(!p.keep_prompt || next.tokens_seen <= budget_ - p.recent_window,
+                      "update: keep_prompt needs budget >= prompt + recent_window = ", next.tokens_seen, " + ", p.recent_window, ", got ", budget_);
+    }
+  }
+
+  // --- protection
+  bool is_sink(Index position, const Protection& p) const {
+    return position < sequence_.start + p.num_sinks || (p.keep_prompt && position < sequence_.first_prompt_end);
+  }
+  /// An update of c tokens protects those c and the newest recent_window - c held.
+  static Index held_recents(const Protection& p, Index num_tokens) { return std::max<Index>(p.recent_window - num_tokens, 0); }
+  /// The position from which on the `count` newest slots are.
+  Index newest_from(const detail::HeadBooks& books, Index count) {
+    if (count <= 0) return std::numeric_limits<Index>::max();
+    if (count >= books.size()) return std::numeric_limits<Index>::min();
+    const Index guess = sequence_.next_position - count;  // right if the newest positions have no gap: the usual case
+    if (std::count_if(books.positions.begin(), books.positions.end(), [=](Index p) { return p >= guess; }) == count) return guess;
+    newest_.assign(books.positions.begin(), books.positions.end());
+    std::nth_element(newest_.begin(), newest_.begin() + (count - 1), newest_.end(), std::greater<>());
+    return newest_[static_cast<std::size_t>(count - 1)];
+  }
+
+  // --- choices
+  void score(Index kv_head, Phase phase) {
+    const detail::HeadBooks& books = head(kv_head).books;
+    scores_.resize(books.positions.size());
+    hooks::score(policy_, kv_head, slots_view(head(kv_head), phase), std::span<float>(scores_));
+    for (std::size_t slot = 0; slot < scores_.size(); ++slot)
+      detail::require_state(scores_[slot] == scores_[slot], "score: the policy returned NaN for kv_head ", kv_head, ", position ",
+                            books.positions[slot]);
+  }
+  /// Lowest score first; of equals the older position.
+  auto goes_before(const detail::HeadBooks& books) const {
+    return [this, &books](Index a, Index b) {
+      const auto i = static_cast<std::size_t>(a), j = static_cast<std::size_t>(b);
+      return scores_[i] != scores_[j] ? scores_[i] < scores_[j] : books.positions[i] < books.positions[j];
+    };
+  }
+  void choose_victims(Index kv_head, const StepInfo& step) {
+    detail::HeadBooks& books = head_at(kv_head).books;
+    books.begin();
+    const Index needed = books.size() - (budget_ - step.num_queries);
+    if (step.phase == Phase::decode && needed > 0 && hooks::evicts(policy_, Phase::decode)) {
+      const Eviction eviction = hooks::eviction(policy_, budget_);
+      if (!eviction.bulk) books.take_from_queue(needed);
+      const Index missing = needed - static_cast<Index>(books.victims.size());
+      if (missing > 0) {
+        score(kv_head, Phase::decode);
+        const Protection p = hooks::protection(policy_, Phase::decode);
+        const Index recent = newest_from(books, held_recents(p, step.num_queries));
+        const auto evictable = [&](Index slot) {
+          const Index position = books.positions[static_cast<std::size_t>(slot)];
+          return position < recent && !is_sink(position, p) && std::find(books.victims.begin(), books.victims.end(), slot) == books.victims.end();
+        };
+        detail::select_first(books.size(), std::max(eviction.count, missing), evictable, goes_before(books), books.refill);
+        if (eviction.bulk) {
+          books.victims.swap(books.refill);
+          books.drop_in_bulk();
+        } else {
+          books.take_from_refill(missing);
+        }
+      }
+    }
+    books.reserve_for(step.num_queries);
+  }
+  /// What a compaction keeps: sinks, the newest positions, and of the rest the best.
+  void choose_kept(Index kv_head, const Protection& p) {
+    detail::HeadBooks& books = head_at(kv_head).books;
+    const Index recent = newest_from(books, std::max(p.recent_window - 1, p.observation_window));
+    const auto is_kept = [&](Index slot) {
+      const Index position = books.positions[static_cast<std::size_t>(slot)];
+      return position >= recent || is_sink(position, p);
+    };
+    Index num_protected = 0;
+    for (Index slot = 0; slot < books.size(); ++slot) num_protected += is_kept(slot);
+    score(kv_head, Phase::long_prompt);
+    const auto goes = goes_before(books);
+    detail::select_first(books.size(), budget_ - num_protected, [&](Index slot) { return !is_kept(slot); },
+                         [&](Index a, Index b) { return goes(b, a); }, books.kept);
+    for (Index slot = 0; slot < books.size(); ++slot)
+      if (is_kept(slot)) books.kept.push_back(slot);
+    std::sort(books.kept.begin(), books.kept.end(), [&](Index a, Index b) {
+      return books.positions[static_cast<std::size_t>(a)] < books.positions[static_cast<std::size_t>(b)];
+    });
+  }
+
+  // --- the step's end
+  bool end(Head& head) {
+    head.ended = true;
+    return open_heads_.end_one();
+  }
+  /// Tell the policy, once, which slots the new tokens are in.
+  void insert_new(Index kv_head) {
+    Head& head = head_at(kv_head);
+    if (!std::exchange(head.inserted, true))
+      for (const Index slot : head.books.new_slots) hooks::on_insert(policy_, kv_head, slot, slots_view(head, step_.phase));
+  }
+  void commit(Index kv_head) {
+    Head& head = head_at(kv_head);
+    const std::span<const Index> order = head.books.order;
+    if (!order.empty()) hooks::on_gather(policy_, kv_head, order.first(order.size() - head.books.victims.size()));
+    insert_new(kv_head);
+    if (step_.phase == Phase::decode && wanted_rows_ > 0)
+      hooks::observe(policy_, kv_head, head.rows.kept(head.books.positions, wanted_rows_, step_));
+    if (!head.books.kept.empty()) hooks::on_gather(policy_, kv_head, std::span<const Index>(head.books.kept));
+    head.books.commit();
+  }
+  void close() {
+    saved_policy_.reset();
+    open_ = false;
+    open_heads_.open(0, false);
+  }
+
+  Shape shape_;
+  Index budget_;
+  P policy_;
+  std::vector<Head> heads_;
+  Sequence sequence_, before_;
+  StepInfo step_;
+  Index wanted_rows_ = 0;
+  bool open_ = false, compacts_ = false;
+  detail::OpenHeads open_heads_;
+  std::optional<P> saved_policy_;  // of a prompt, to take it back
+  std::vector<float> scores_;      // scratch: (slots)
+  std::vector<Index> newest_;      // scratch: (slots)
+};
+
+}  // namespace kvsnip
