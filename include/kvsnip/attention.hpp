@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kvsnip/detail/kernels.hpp"
+#include "kvsnip/detail/decode_kernel.hpp"
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/policy.hpp"
 
@@ -24,6 +24,13 @@ namespace detail {
 
 inline constexpr Index tile_queries = 32;
 
+/// A buffer of the calling thread; grows, and stays for the thread's next call.
+inline float* thread_scratch(Index size) {
+  thread_local std::vector<float> buffer;
+  if (static_cast<Index>(buffer.size()) < size) buffer.resize(static_cast<std::size_t>(size));
+  return buffer.data();
+}
+
 /// All queries of one kv_head, in tiles; the policy gets the rows it wants, in order.
 /// @param q, out  (query_heads * head_dim, queries)
 template <class Step, class Q, class Out>
@@ -38,29 +45,27 @@ void attend_head(Step step, Index kv_head, const Q& q, Out& out) {
   const bool prompt = step.phase() != Phase::decode;
 
   const Index tile = std::min(tile_queries, std::max<Index>(queries, 1));
-  float* scaled = thread_scratch(tile * rows * 2 + block_slots * dim + tile * group * slots);
+  float* scaled = thread_scratch(tile * rows * 2 + tile * group * slots);
   float* sums = scaled + tile * rows;
-  float* block = sums + tile * rows;
-  float* weights = block + block_slots * dim;
-  for (Index first = 0; first < queries;) {
-    // Tiles end where the wanted rows begin.
-    const Index end = std::min(first + tile, first < queries - wanted ? queries - wanted : queries), count = end - first;
+  float* weights = sums + tile * rows;
+  for (Index first = 0; first < queries; first += tile) {
+    const Index end = std::min(first + tile, queries), count = end - first;
     for (Index j = 0; j < count; ++j)
       Eigen::Map<Eigen::VectorXf>(scaled + j * rows, rows) = q.col(first + j).segment(kv_head * rows, rows) * scale;
     // In a prompt the new tokens are the last slots: those after the tile's are not even looked at.
     const Index visible = prompt ? slots - (queries - end) : slots;
     const std::span<const Index> later = new_slots.subspan(static_cast<std::size_t>(first + 1), static_cast<std::size_t>((prompt ? end : queries) - first - 1));
-    attention_weights(keys, visible, dim, scaled, count, group, later, block, weights);
-    weighted_values(values, visible, dim, weights, count * group, block, sums);
+    attention_weights(keys, visible, dim, scaled, count, group, later, weights);
+    weighted_values(values, visible, dim, weights, visible, count * group, sums);
     for (Index j = 0; j < count; ++j) out.col(first + j).segment(kv_head * rows, rows) = Eigen::Map<Eigen::VectorXf>(sums + j * rows, rows);
-    if (first >= queries - wanted) {
+    const Index unwanted = std::max<Index>(queries - wanted - first, 0);  // of this tile
+    if (unwanted < count) {
       for (Index column = count * group - 1; visible < slots && column >= 0; --column) {  // widen the columns to all slots
         std::copy_backward(weights + column * visible, weights + (column + 1) * visible, weights + column * slots + visible);
         std::fill(weights + column * slots + visible, weights + (column + 1) * slots, 0.0f);
       }
-      step.accept(kv_head, weights, count * group);
+      step.accept(kv_head, weights + unwanted * group * slots, (count - unwanted) * group);
     }
-    first = end;
   }
   if (wanted == 0) step.done(kv_head);
 }

@@ -20,7 +20,7 @@
 
 #include "kvsnip/detail/aligned_array.hpp"
 #include "kvsnip/detail/convert.hpp"
-#include "kvsnip/detail/kernels.hpp"
+#include "kvsnip/detail/decode_kernel.hpp"
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/policy.hpp"
 #include "kvsnip/slot_planner.hpp"
@@ -53,6 +53,12 @@ class KVCache {
   KVCache(const Shape& shape, Index budget, P policy = P{})
       : planner_(shape, budget, std::move(policy)), memory_(static_cast<std::size_t>(shape.kv_heads)) {}
 
+  KVCache(const KVCache&) = default;
+  KVCache(KVCache&&) noexcept = default;
+  KVCache& operator=(const KVCache& other) { return *this = KVCache(other); }
+  KVCache& operator=(KVCache&&) noexcept = default;
+  ~KVCache() = default;
+
   /// Append tokens: kv_head h's keys (after RoPE) and values are in rows [h * head_dim, (h + 1) * head_dim), one column
   /// per token. Float input is converted to T. Columns must be contiguous, or Eigen makes a copy. No column at all is
   /// allowed and closes a `more` series.
@@ -68,10 +74,7 @@ class KVCache {
     return append(k, v, options);
   }
   /// Forget the sequence; options and memory stay. A step that is open becomes stale.
-  void reset() {
-    planner_.reset();
-    ++step_id_;
-  }
+  void reset() { planner_.reset(); }
 
   const Shape& shape() const { return planner_.shape(); }
   Index budget() const { return planner_.budget(); }
@@ -81,15 +84,12 @@ class KVCache {
   Index tokens_seen() const { return planner_.tokens_seen(); }
   /// Slots in use, and allocated.
   Index size(Index kv_head) const { return planner_.size(kv_head); }
-  Index capacity(Index kv_head) const {
-    (void)planner_.size(kv_head);  // checks kv_head
-    return memory(kv_head).keys.size() / shape().head_dim;
-  }
+  Index capacity(Index kv_head) const { return checked_memory(kv_head).keys.size() / shape().head_dim; }
   /// Positions by slot: ascending after a compaction, in no particular order once tokens were overwritten.
   std::span<const Index> positions(Index kv_head) const { return planner_.positions(kv_head); }
   /// (head_dim, size); valid until the next update or the end of its step.
-  ConstColumns keys(Index kv_head) const { return ConstColumns(memory(kv_head).keys.data(), shape().head_dim, size(kv_head)); }
-  ConstColumns values(Index kv_head) const { return ConstColumns(memory(kv_head).values.data(), shape().head_dim, size(kv_head)); }
+  ConstColumns keys(Index kv_head) const { return ConstColumns(checked_memory(kv_head).keys.data(), shape().head_dim, size(kv_head)); }
+  ConstColumns values(Index kv_head) const { return ConstColumns(checked_memory(kv_head).values.data(), shape().head_dim, size(kv_head)); }
 
   Bytes bytes() const {
     Bytes bytes{.positions = planner_.position_bytes() + detail::heap_bytes(memory_), .policy = planner_.policy_bytes(), .scratch = planner_.scratch_bytes()};
@@ -116,9 +116,14 @@ class KVCache {
   Memory& memory(Index kv_head) { return memory_[static_cast<std::size_t>(kv_head)]; }
   const Memory& memory(Index kv_head) const { return memory_[static_cast<std::size_t>(kv_head)]; }
 
+  const Memory& checked_memory(Index kv_head) const {
+    (void)planner_.size(kv_head);
+    return memory(kv_head);
+  }
+
   template <class Input>
   Step append(const Input& k, const Input& v, const UpdateOptions& options) {
-    check(k, v);
+    check(k, v, options);
     publish_vectors();
     planner_.plan(k.cols(), options);
     Rollback rollback{&planner_};
@@ -129,27 +134,28 @@ class KVCache {
     rollback.planner = nullptr;  // nothing below throws
     publish_vectors();
     for (Index h = 0; h < shape().kv_heads; ++h) write(h, k, v);
-    return Step(*this, ++step_id_);
+    return Step(*this, planner_.step_id());
   }
   template <class Input>
-  void check(const Input& k, const Input& v) const {
+  void check(const Input& k, const Input& v, const UpdateOptions& options) const {
     const Index rows = shape().kv_heads * shape().head_dim;
     detail::require(k.rows() == rows, "update: k must have kv_heads * head_dim = ", rows, " rows, got ", k.rows());
     detail::require(v.rows() == rows, "update: v must have kv_heads * head_dim = ", rows, " rows, got ", v.rows());
     detail::require(k.cols() == v.cols(), "update: k and v must have one column per token, got ", k.cols(), " and ", v.cols());
+    const Index first = options.first_position >= 0 ? options.first_position : planner_.next_position();
     for (Index t = 0; t < k.cols(); ++t) {
-      check_column(k.col(t).data(), rows, t, "k");
-      check_column(v.col(t).data(), rows, t, "v");
+      check_column(k.col(t).data(), rows, first + t, "k");
+      check_column(v.col(t).data(), rows, first + t, "v");
     }
   }
   template <class S>
-  void check_column(const S* column, Index rows, Index token, const char* name) const {
+  void check_column(const S* column, Index rows, Index position, const char* name) const {
     if (detail::all_within(column, rows, detail::max_magnitude<T>())) [[likely]]
       return;
     Index row = 0;
     while (detail::all_within(column + row, 1, detail::max_magnitude<T>())) ++row;
     detail::fail<std::invalid_argument>("update: ", name, " must be finite and at most ", detail::max_magnitude<T>(), " in magnitude, got ",
-                                        static_cast<float>(column[row]), " for kv_head ", row / shape().head_dim, ", new token ", token);
+                                        static_cast<float>(column[row]), " for kv_head ", row / shape().head_dim, ", position ", position);
   }
   void publish_vectors() {
     for (Index h = 0; h < shape().kv_heads; ++h)
@@ -207,13 +213,14 @@ class KVCache {
   /// The last head of the step has ended. All that may throw comes before anything changes.
   void finish() {
     planner_.choose_kept();
-    std::vector<Memory> compacted(memory_.size());
-    for (Index h = 0; h < shape().kv_heads; ++h) gather(h, planner_.kept(h), compacted[static_cast<std::size_t>(h)]);
-    for (Index h = 0; h < shape().kv_heads; ++h)
-      if (!planner_.kept(h).empty()) std::swap(memory(h), compacted[static_cast<std::size_t>(h)]);
-    publish_vectors();
+    if (planner_.compacts()) {
+      std::vector<Memory> compacted(memory_.size());
+      for (Index h = 0; h < shape().kv_heads; ++h) gather(h, planner_.kept(h), compacted[static_cast<std::size_t>(h)]);
+      for (Index h = 0; h < shape().kv_heads; ++h)
+        if (!planner_.kept(h).empty()) std::swap(memory(h), compacted[static_cast<std::size_t>(h)]);
+      publish_vectors();
+    }
     planner_.commit();
-    ++step_id_;
   }
   void gather(Index kv_head, std::span<const Index> kept, Memory& out) const {
     if (kept.empty()) return;
@@ -229,7 +236,6 @@ class KVCache {
 
   SlotPlanner<P> planner_;
   std::vector<Memory> memory_;
-  std::uint64_t step_id_ = 0;  // a step with an older number is stale
 };
 
 /// What to attend to after an update, and the attention callback. A cheap handle; the views it gives are valid until the
@@ -261,9 +267,10 @@ class KVCache<T, P>::Step {
   /// End a kv_head: its attention has run, these are the weights.
   /// @param weights  (size, queries * group_size), post-softmax, >= 0, finite; column j * group_size + g is query j, g-th
   ///                 query head of the group; a slot that the query cannot see has weight 0. In one or several in-order
-  ///                 pieces that together are the last wanted_rows() queries; the last piece ends the head.
+  ///                 pieces that together are the last wanted_rows() queries; the last piece ends the head. If no rows are
+  ///                 wanted they are not looked at: an engine may hand them over at every step.
   /// @throws std::invalid_argument  a wrong shape; a weight that is not finite or negative: nothing was recorded
-  /// @throws std::logic_error       a stale step, a head that has ended, or no rows wanted
+  /// @throws std::logic_error       a stale step, a head that has ended
   void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) {
     (void)open();
     finish_if(cache_->planner_.on_attention(kv_head, {weights.data(), weights.rows(), weights.cols(), Eigen::OuterStride<>(weights.outerStride())}));
@@ -272,7 +279,7 @@ class KVCache<T, P>::Step {
   /// @param q  (head_dim, wanted_rows() * group_size), after RoPE, unscaled, columns ordered as in on_attention
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) {
     const Index group = shape().group_size(), dim = shape().head_dim, rows = wanted_rows(), slots = size(kv_head);
-    detail::require_state(rows > 0, "on_queries: the policy wants no rows of this step: call done");
+    if (rows == 0) return done(kv_head);
     detail::require(q.rows() == dim && q.cols() == rows * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted_rows * group_size = ",
                     dim, " x ", rows * group, ", got ", q.rows(), " x ", q.cols());
     for (Index j = 0; j < q.cols(); ++j)
@@ -282,8 +289,7 @@ class KVCache<T, P>::Step {
     const Eigen::MatrixXf scaled = q / std::sqrt(static_cast<float>(dim));
     Eigen::MatrixXf weights(slots, q.cols());
     const auto later = new_slots(kv_head).last(static_cast<std::size_t>(rows)).subspan(1);
-    std::vector<float> block(static_cast<std::size_t>(detail::block_slots * dim));
-    detail::attention_weights(keys(kv_head).data(), slots, dim, scaled.data(), rows, group, later, block.data(), weights.data());
+    detail::attention_weights(keys(kv_head).data(), slots, dim, scaled.data(), rows, group, later, weights.data());
     on_attention(kv_head, weights);
   }
   /// End a kv_head of which nothing is wanted. May be left out, unless the step is an over-long prompt.
@@ -296,7 +302,6 @@ class KVCache<T, P>::Step {
     (void)open();
     for (Index h = 0; h < shape().kv_heads; ++h) cache_->take_back(h);
     cache_->planner_.abandon();
-    ++cache_->step_id_;
   }
   /// on_attention for our own kernels: weights are trusted. (size, queries * group_size), contiguous.
   void accept(Index kv_head, const float* weights, Index columns) {
@@ -309,7 +314,7 @@ class KVCache<T, P>::Step {
   Step(KVCache& cache, std::uint64_t id) : cache_(&cache), id_(id) {}
 
   const KVCache& check() const {
-    detail::require_state(cache_->step_id_ == id_ && cache_->planner_.is_open(), "Step: this step is over");
+    detail::require_state(cache_->planner_.step_id() == id_, "Step: this step is over");
     return *cache_;
   }
   const SlotPlanner<P>& open() const { return check().planner_; }

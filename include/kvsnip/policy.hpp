@@ -13,6 +13,7 @@
 //   wants_query_heads() -> bool                        default: no, the rows' mean over the query group is enough
 //   on_insert(kv_head, slot, slots)                    a token entered a slot; state of its predecessor is void
 //   on_gather(kv_head, kept)                           slots were compacted: new slot i was slot kept[i]
+//   on_prompt_end(kv_head)                             a prompt is over, compacted if it had to be: give memory back
 //   reset(shape)                                       forget everything; size the state for these heads
 //   bytes() -> Index                                   heap bytes of the state
 //
@@ -161,16 +162,17 @@ concept TracksInserts = requires(P& policy, Index kv_head, Index slot, const Slo
 template <class P>
 concept TracksGathers = requires(P& policy, Index kv_head, std::span<const Index> kept) { policy.on_gather(kv_head, kept); };
 template <class P>
+concept TracksPrompts = requires(P& policy, Index kv_head) { policy.on_prompt_end(kv_head); };
+template <class P>
 concept HasReset = requires(P& policy, const Shape& shape) { policy.reset(shape); };
 template <class P>
 concept CountsBytes = requires(const P& policy) {
   { policy.bytes() } -> std::same_as<Index>;
 };
 
-/// A policy: copyable, and one that remembers attention can forget it and follow compactions.
+/// A policy: copyable, and one that remembers attention can forget it.
 template <class P>
-concept Policy = std::copyable<P> && (!ObservesAttention<P> || (HasReset<P> && TracksGathers<P>)) &&
-                 (!ChoosesRows<P> || ObservesAttention<P>);
+concept Policy = std::copyable<P> && (!ObservesAttention<P> || HasReset<P>) && (!ChoosesRows<P> || ObservesAttention<P>);
 
 /// The hooks' defaults, so that callers need not ask. A policy with no score evicts nothing.
 namespace hooks {
@@ -215,6 +217,10 @@ void on_insert(P& policy, Index kv_head, Index slot, const SlotsView& slots) {
 template <Policy P>
 void on_gather(P& policy, Index kv_head, std::span<const Index> kept) {
   if constexpr (TracksGathers<P>) policy.on_gather(kv_head, kept);
+}
+template <Policy P>
+void on_prompt_end(P& policy, Index kv_head) {
+  if constexpr (TracksPrompts<P>) policy.on_prompt_end(kv_head);
 }
 template <Policy P>
 void reset(P& policy, const Shape& shape) {

@@ -17,11 +17,13 @@
 #include <utility>
 #include <vector>
 
+#include "kvsnip/detail/check_budget.hpp"
 #include "kvsnip/detail/head_books.hpp"
-#include "kvsnip/detail/open_heads.hpp"
+#include "kvsnip/detail/step_state.hpp"
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/detail/row_intake.hpp"
 #include "kvsnip/detail/select.hpp"
+#include "kvsnip/detail/sequence.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip {
@@ -42,30 +44,26 @@ class SlotPlanner {
   /// @param budget  slots a kv_head may keep, sinks and windows included; >= 1. Ignored by a policy that never evicts.
   /// @throws std::invalid_argument  bad shape; a budget that cannot hold what the policy protects
   SlotPlanner(const Shape& shape, Index budget, P policy = P{}) : shape_(shape), budget_(budget), policy_(std::move(policy)) {
-    detail::require(shape.kv_heads >= 1, "Shape: kv_heads must be >= 1, got ", shape.kv_heads);
-    detail::require(shape.head_dim >= 1, "Shape: head_dim must be >= 1, got ", shape.head_dim);
-    detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0,
-                    "Shape: query_heads must be a positive multiple of kv_heads = ", shape.kv_heads, ", got ", shape.query_heads);
-    detail::require(budget >= 1 && budget <= unlimited_budget, "KVCache: budget must be in [1, 2^61], got ", budget);
-    for (const Phase phase : {Phase::decode, Phase::long_prompt}) {
-      if (!hooks::evicts(policy_, phase)) continue;
-      const Protection p = hooks::protection(policy_, phase);
-      detail::require(p.recent_window <= budget && p.num_sinks <= budget - p.recent_window,
-                      "KVCache: budget must be >= num_sinks + recent_window = ", p.num_sinks, " + ", p.recent_window, ", got ", budget);
-      detail::require(p.observation_window == 0 || p.observation_window < budget,
-                      "KVCache: budget must be > observation_window = ", p.observation_window, ", got ", budget);
-      detail::require(p.num_sinks <= budget - p.observation_window,
-                      "KVCache: budget must be >= num_sinks + observation_window = ", p.num_sinks, " + ", p.observation_window, ", got ", budget);
-    }
+    detail::check_shape(shape);
+    detail::check_budget(policy_, budget, unlimited_budget);
     heads_.resize(static_cast<std::size_t>(shape.kv_heads));
     hooks::reset(policy_, shape_);
   }
+
+  /// A value: copied between steps. Assignment makes steps of what was here before stale.
+  SlotPlanner(const SlotPlanner&) = default;
+  SlotPlanner(SlotPlanner&&) noexcept = default;
+  SlotPlanner& operator=(const SlotPlanner& other) { return *this = SlotPlanner(other); }
+  SlotPlanner& operator=(SlotPlanner&&) noexcept = default;
+  ~SlotPlanner() = default;
 
   const Shape& shape() const { return shape_; }
   Index budget() const { return budget_; }
   P& policy() { return policy_; }
   const P& policy() const { return policy_; }
   Index tokens_seen() const { return sequence_.tokens_seen; }
+  /// Where the sequence ended: the default position of the next token.
+  Index next_position() const { return sequence_.next_position; }
   Index size(Index kv_head) const { return head(kv_head).books.size(); }
   /// Positions by slot, in no particular order once tokens were overwritten.
   std::span<const Index> positions(Index kv_head) const { return head(kv_head).books.positions; }
@@ -75,7 +73,7 @@ class SlotPlanner {
   /// @throws std::invalid_argument  a position that goes back; a kept prompt that leaves no room for recent_window more
   /// @throws std::logic_error       the previous step still waits for a callback
   void plan(Index num_tokens, const UpdateOptions& options = {}) {
-    detail::require_state(!open_ || !open_heads_.required(), "update: the previous step waits for ", open_heads_.count(),
+    detail::require_state(!state_.must_end(), "update: the previous step waits for ", state_.heads_left(),
                           " kv_head(s): call on_attention, on_queries or done for each, or abandon");
     detail::require(num_tokens >= 0, "update: tokens must be >= 0, got ", num_tokens);
     const Index first = options.first_position == -1 ? sequence_.next_position : options.first_position;
@@ -84,10 +82,10 @@ class SlotPlanner {
     detail::require(first <= unlimited_budget - num_tokens, "update: positions must stay below 2^61, got ", first, " + ", num_tokens);
 
     const StepInfo step{phase_of(num_tokens, options.more), first, num_tokens, sequence_.in_series ? sequence_.prompt_start : first};
-    const Sequence next = sequence_.after(step, options.more);
+    const detail::Sequence next = sequence_.after(step, options.more);
     if (next.first_prompt_end != sequence_.first_prompt_end) require_room_for_kept_prompt(next);
     const bool compacts = step.phase == Phase::long_prompt && !options.more && over_budget(num_tokens);
-    if (open_) commit();  // a step that wanted nothing and was left without done
+    if (state_.is_open()) commit();  // a step that wanted nothing and was left without done
     for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
     if constexpr (ObservesAttention<P> || TracksInserts<P>)
       if (step.phase != Phase::decode) saved_policy_ = policy_;
@@ -99,13 +97,16 @@ class SlotPlanner {
       head.rows.begin(wanted_rows_);
       head.inserted = head.ended = false;
     }
-    open_heads_.open(shape_.kv_heads, compacts_ || wanted_rows_ > 0);
-    open_ = true;
+    state_.open(shape_.kv_heads, compacts_ || wanted_rows_ > 0);
   }
 
   // --- the open step; different kv_heads may be served from different threads
   const StepInfo& step() const { return step_; }
-  bool is_open() const { return open_; }
+  /// The number of the open step; none is used twice.
+  std::uint64_t step_id() const { return state_.id(); }
+  bool is_open() const { return state_.is_open(); }
+  /// Whether the step's end cuts a prompt to the budget.
+  bool compacts() const { return compacts_; }
   /// The policy wants the weights of the last so many queries.
   Index wanted_rows() const { return wanted_rows_; }
   /// The slot of each new token, in order.
@@ -117,11 +118,12 @@ class SlotPlanner {
   std::span<const Index> order(Index kv_head) const { return head(kv_head).books.order; }
 
   /// The attention callback: weights of one kv_head, (size, queries * group_size), a query's heads side by side; one or
-  /// several in-order pieces that together are the last wanted_rows() queries. @return whether the step's last head ended
+  /// several in-order pieces that together are the last wanted_rows() queries. If none are wanted it is the same as done().
+  /// @return whether the step's last head ended
   bool on_attention(Index kv_head, const Weights& weights) {
     const Head& head = open_head(kv_head);
     const Index group = shape_.group_size(), left = head.rows.left();
-    detail::require_state(left > 0, "on_attention: the policy wants no rows of kv_head ", kv_head, " in this step: call done");
+    if (left == 0) return done(kv_head);
     detail::require(weights.rows() == head.books.size(), "on_attention: weights of kv_head ", kv_head, " must have ", head.books.size(),
                     " rows, one a slot, got ", weights.rows());
     detail::require(weights.cols() > 0 && weights.cols() % group == 0 && weights.cols() / group <= left, "on_attention: weights of kv_head ",
@@ -154,7 +156,9 @@ class SlotPlanner {
     return end(head_at(kv_head));
   }
   /// The step's end, once every head has ended.
+  /// @throws std::logic_error  no step is open, or a head has not ended
   void finish() {
+    detail::require_state(state_.is_open() && state_.heads_left() == 0, "finish: every kv_head of an open step must have ended");
     choose_kept();
     commit();
   }
@@ -174,7 +178,7 @@ class SlotPlanner {
   }
   /// Take the open step back: positions, queue, sequence and policy are as before plan().
   void abandon() {
-    detail::require_state(open_, "abandon: no step is open");
+    detail::require_state(state_.is_open(), "abandon: no step is open");
     for (Head& head : heads_) head.books.take_back();
     if (saved_policy_) policy_ = std::move(*saved_policy_);
     sequence_ = before_;
@@ -216,25 +220,6 @@ class SlotPlanner {
     const void* values = nullptr;
     SlotsView::ReadColumn read = nullptr;
   };
-  struct Sequence {
-    Index start = 0, next_position = 0, tokens_seen = 0;
-    Index prompt_start = 0, first_prompt_end = 0;
-    bool in_first_prompt = true, in_series = false;
-
-    Sequence after(const StepInfo& step, bool more) const {
-      Sequence next = *this;
-      if (tokens_seen == 0) next.start = step.first_position;
-      if (step.num_queries > 0) next.next_position = step.first_position + step.num_queries;
-      next.tokens_seen += step.num_queries;
-      if (in_first_prompt) {
-        next.first_prompt_end = next.next_position;
-        next.in_first_prompt = more || next.tokens_seen == 0;
-      }
-      next.prompt_start = step.prompt_start;
-      next.in_series = more;
-      return next;
-    }
-  };
 
   Head& head_at(Index kv_head) {
     detail::require(kv_head >= 0 && kv_head < shape_.kv_heads, "kv_head must be in [0, ", shape_.kv_heads, "), got ", kv_head);
@@ -243,7 +228,7 @@ class SlotPlanner {
   const Head& head(Index kv_head) const { return const_cast<SlotPlanner*>(this)->head_at(kv_head); }
   const Head& open_head(Index kv_head) const {
     const Head& found = head(kv_head);
-    detail::require_state(open_, "no step is open");
+    detail::require_state(state_.is_open(), "no step is open");
     detail::require_state(!found.ended, "kv_head ", kv_head, " of this step has ended already");
     return found;
   }
@@ -271,11 +256,11 @@ class SlotPlanner {
     return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) {
       const Index recent = newest_from(head.books, held_recents(p, num_tokens));
       const Index evictable = std::count_if(head.books.positions.begin(), head.books.positions.end(),
-                                            [&](Index position) { return position < recent && !is_sink(position, p); });
+                                            [&](Index position) { return position < recent && !sequence_.is_sink(position, p); });
       return num_tokens <= budget_ - head.books.size() + evictable;
     });
   }
-  void require_room_for_kept_prompt(const Sequence& next) const {
+  void require_room_for_kept_prompt(const detail::Sequence& next) const {
     for (const Phase phase : {Phase::decode, Phase::long_prompt}) {
       const Protection p = hooks::protection(policy_, phase);
       detail::require(!p.keep_prompt || next.tokens_seen <= budget_ - p.recent_window,
@@ -284,9 +269,6 @@ class SlotPlanner {
   }
 
   // --- protection
-  bool is_sink(Index position, const Protection& p) const {
-    return position < sequence_.start + p.num_sinks || (p.keep_prompt && position < sequence_.first_prompt_end);
-  }
   /// An update of c tokens protects those c and the newest recent_window - c held.
   static Index held_recents(const Protection& p, Index num_tokens) { return std::max<Index>(p.recent_window - num_tokens, 0); }
   /// The position from which on the `count` newest slots are.
@@ -330,7 +312,7 @@ class SlotPlanner {
         const Index recent = newest_from(books, held_recents(p, step.num_queries));
         const auto evictable = [&](Index slot) {
           const Index position = books.positions[static_cast<std::size_t>(slot)];
-          return position < recent && !is_sink(position, p) && std::find(books.victims.begin(), books.victims.end(), slot) == books.victims.end();
+          return position < recent && !sequence_.is_sink(position, p) && std::find(books.victims.begin(), books.victims.end(), slot) == books.victims.end();
         };
         detail::select_first(books.size(), std::max(eviction.count, missing), evictable, goes_before(books), books.refill);
         if (eviction.bulk) {
@@ -349,7 +331,7 @@ class SlotPlanner {
     const Index recent = newest_from(books, std::max(p.recent_window - 1, p.observation_window));
     const auto is_kept = [&](Index slot) {
       const Index position = books.positions[static_cast<std::size_t>(slot)];
-      return position >= recent || is_sink(position, p);
+      return position >= recent || sequence_.is_sink(position, p);
     };
     Index num_protected = 0;
     for (Index slot = 0; slot < books.size(); ++slot) num_protected += is_kept(slot);
@@ -367,7 +349,7 @@ class SlotPlanner {
   // --- the step's end
   bool end(Head& head) {
     head.ended = true;
-    return open_heads_.end_one();
+    return state_.end_head();
   }
   /// Tell the policy, once, which slots the new tokens are in.
   void insert_new(Index kv_head) {
@@ -383,23 +365,23 @@ class SlotPlanner {
     if (step_.phase == Phase::decode && wanted_rows_ > 0)
       hooks::observe(policy_, kv_head, head.rows.kept(head.books.positions, wanted_rows_, step_));
     if (!head.books.kept.empty()) hooks::on_gather(policy_, kv_head, std::span<const Index>(head.books.kept));
+    if (step_.phase != Phase::decode && !sequence_.in_series) hooks::on_prompt_end(policy_, kv_head);
     head.books.commit();
   }
   void close() {
     saved_policy_.reset();
-    open_ = false;
-    open_heads_.open(0, false);
+    state_.close();
   }
 
   Shape shape_;
   Index budget_;
   P policy_;
   std::vector<Head> heads_;
-  Sequence sequence_, before_;
+  detail::Sequence sequence_, before_;
   StepInfo step_;
   Index wanted_rows_ = 0;
-  bool open_ = false, compacts_ = false;
-  detail::OpenHeads open_heads_;
+  bool compacts_ = false;
+  detail::StepState state_;
   std::optional<P> saved_policy_;  // of a prompt, to take it back
   std::vector<float> scores_;      // scratch: (slots)
   std::vector<Index> newest_;      // scratch: (slots)

@@ -7,6 +7,7 @@
 #include <span>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "kvsnip/policy.hpp"
 
@@ -70,6 +71,18 @@ void unpermute_columns(T* columns, Index rows, std::span<const Index> order) {
   for (Index i = static_cast<Index>(order.size()) - 1; i >= 0; --i) {
     const Index j = place_during_permutation(order, i);
     if (j != i) std::swap_ranges(columns + i * rows, columns + (i + 1) * rows, columns + j * rows);
+  }
+}
+
+/// In place: x[i] = x[kept[i]]. Slots in ascending order need no scratch.
+template <class T>
+void gather_in_place(T* x, std::span<const Index> kept) {
+  if (std::is_sorted(kept.begin(), kept.end())) {
+    for (std::size_t i = 0; i < kept.size(); ++i) x[i] = x[kept[i]];
+  } else {
+    std::vector<T> moved(kept.size());
+    for (std::size_t i = 0; i < kept.size(); ++i) moved[i] = x[kept[i]];
+    std::copy(moved.begin(), moved.end(), x);
   }
 }
 

@@ -26,7 +26,8 @@ class BitHistory {
 
   /// A new token is in `slot`: it has seen nothing.
   void clear(Index slot) {
-    grow(slot + 1);
+    num_slots_ = std::max(num_slots_, slot + 1);
+    if (num_slots_ > capacity_) resize(std::max(num_slots_, capacity_ + capacity_ / 2));
     for (Index w = 0; w < num_words_; ++w) words_[at(w * capacity_ + slot)] = 0;
     marked_[at(slot)] = 0;
     born_[at(slot)] = num_rows_;
@@ -49,37 +50,32 @@ class BitHistory {
   /// The row just recorded, unmarked there, does not count for `slot`: its token came later.
   void unsee(Index slot) { born_[at(slot)] = num_rows_; }
 
-  /// Slot i was slot kept[i].
+  /// Slot i was slot kept[i]. The memory stays.
   void gather(std::span<const Index> kept) {
-    BitHistory old(window_);
-    std::swap(*this, old);
-    num_rows_ = old.num_rows_;
-    grow(static_cast<Index>(kept.size()));
-    for (Index i = 0; i < static_cast<Index>(kept.size()); ++i) {
-      const Index from = kept[at(i)];
-      for (Index w = 0; w < num_words_; ++w) words_[at(w * capacity_ + i)] = old.words_[at(w * old.capacity_ + from)];
-      marked_[at(i)] = old.marked_[at(from)];
-      born_[at(i)] = old.born_[at(from)];
-    }
+    for (Index w = 0; w < num_words_; ++w) gather_in_place(words_.data() + w * capacity_, kept);
+    gather_in_place(marked_.data(), kept);
+    gather_in_place(born_.data(), kept);
+    num_slots_ = static_cast<Index>(kept.size());
+  }
+  /// Give back the memory of slots no longer in use.
+  void shrink() {
+    if (num_slots_ < capacity_) resize(num_slots_);
   }
   Index bytes() const { return heap_bytes(words_) + heap_bytes(marked_) + heap_bytes(born_); }
 
  private:
   static std::size_t at(Index i) { return static_cast<std::size_t>(i); }
-  /// Room for so many slots; geometric.
-  void grow(Index num_slots) {
-    if (num_slots <= capacity_) return;
-    const Index capacity = std::max(num_slots, capacity_ + capacity_ / 2);
+  void resize(Index capacity) {
     std::vector<std::uint16_t> words(at(num_words_ * capacity));
     for (Index w = 0; w < num_words_; ++w)
-      std::copy_n(words_.begin() + w * capacity_, capacity_, words.begin() + w * capacity);
+      std::copy_n(words_.begin() + w * capacity_, std::min(capacity, capacity_), words.begin() + w * capacity);
     words_.swap(words);
-    marked_.resize(at(capacity));
-    born_.resize(at(capacity));
+    marked_.resize(at(capacity)), marked_.shrink_to_fit();
+    born_.resize(at(capacity)), born_.shrink_to_fit();
     capacity_ = capacity;
   }
 
-  Index window_, num_words_, capacity_ = 0, num_rows_ = 0;
+  Index window_, num_words_, num_slots_ = 0, capacity_ = 0, num_rows_ = 0;
   std::vector<std::uint16_t> words_;   // (num_words, capacity)
   std::vector<std::uint16_t> marked_;  // (capacity) set bits of each slot
   std::vector<Index> born_;            // (capacity) rows recorded before the slot's token came

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvsnip/detail/require.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip {
@@ -15,7 +16,9 @@ template <Policy P, Policy D>
   requires ScoresSlots<P>
 class Chain {
  public:
-  explicit Chain(P prompt = P{}, D decode = D{}) : prompt_(std::move(prompt)), decode_(std::move(decode)) {}
+  explicit Chain(P prompt = P{}, D decode = D{}) : prompt_(std::move(prompt)), decode_(std::move(decode)) {
+    detail::require(hooks::evicts(prompt_, Phase::long_prompt), "Chain: the first policy must compress prompts, and this one never evicts");
+  }
 
   const P& prompt() const { return prompt_; }
   const D& decode() const { return decode_; }
@@ -51,6 +54,10 @@ class Chain {
   void on_gather(Index kv_head, std::span<const Index> kept) {
     hooks::on_gather(prompt_, kv_head, kept);
     hooks::on_gather(decode_, kv_head, kept);
+  }
+  void on_prompt_end(Index kv_head) {
+    hooks::on_prompt_end(prompt_, kv_head);
+    hooks::on_prompt_end(decode_, kv_head);
   }
   void reset(const Shape& shape) {
     hooks::reset(prompt_, shape);

@@ -10,7 +10,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "kvsnip/detail/bit_history.hpp"
@@ -20,6 +22,7 @@
 namespace kvsnip {
 
 enum class ScissorhandsMode { fraction, count };
+constexpr std::array<std::string_view, 2> enum_names(ScissorhandsMode) { return {"fraction", "count"}; }
 
 struct ScissorhandsOptions {
   Index history_window = 400;  ///< recorded rows that count [rows], 1 to 65535; the paper uses 400
@@ -29,11 +32,23 @@ struct ScissorhandsOptions {
   Index drop = 0;              ///< victims chosen at once [slots], >= 1; 0: 8 (fraction), half the budget (count, the paper)
   Index record_interval = 1;   ///< record the rows whose position is a multiple of this [tokens], >= 1
   ScissorhandsMode mode = ScissorhandsMode::fraction;
+
+  static void each(auto& options, auto visit) {
+    visit("history_window", options.history_window);
+    visit("recent_window", options.recent_window);
+    visit("num_sinks", options.num_sinks);
+    visit("keep_prompt", options.keep_prompt);
+    visit("drop", options.drop);
+    visit("record_interval", options.record_interval);
+    visit("mode", options.mode);
+  }
 };
 
 /// Needs every recorded row while decoding, and the last history_window recorded rows of a prompt.
 class Scissorhands {
  public:
+  static constexpr std::string_view name = "scissorhands";
+  using Options = ScissorhandsOptions;
   using Mode = ScissorhandsMode;
 
   explicit Scissorhands(const ScissorhandsOptions& options = {}) : options_(options) {
@@ -94,6 +109,7 @@ class Scissorhands {
 
   void on_insert(Index kv_head, Index slot, const SlotsView&) { histories_[static_cast<std::size_t>(kv_head)].clear(slot); }
   void on_gather(Index kv_head, std::span<const Index> kept) { histories_[static_cast<std::size_t>(kv_head)].gather(kept); }
+  void on_prompt_end(Index kv_head) { histories_[static_cast<std::size_t>(kv_head)].shrink(); }
   void reset(const Shape& shape) {
     histories_.assign(static_cast<std::size_t>(shape.kv_heads), detail::BitHistory(options_.history_window));
   }

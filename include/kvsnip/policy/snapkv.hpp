@@ -7,8 +7,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,9 @@ namespace kvsnip {
 enum class SnapKVPooling { average, max };
 enum class SnapKVPoolOver { prefix, row };
 enum class SnapKVGroup { mean, max };
+constexpr std::array<std::string_view, 2> enum_names(SnapKVPooling) { return {"average", "max"}; }
+constexpr std::array<std::string_view, 2> enum_names(SnapKVPoolOver) { return {"prefix", "row"}; }
+constexpr std::array<std::string_view, 2> enum_names(SnapKVGroup) { return {"mean", "max"}; }
 
 struct SnapKVOptions {
   Index observation_window = 32;                       ///< last queries that vote, and positions kept whole [tokens], >= 1
@@ -30,11 +35,23 @@ struct SnapKVOptions {
   bool count_padding = true;                           ///< average: divide by kernel_size at the ends as well
   SnapKVGroup group = SnapKVGroup::mean;               ///< how the query heads of a group agree, after the sum over the window
   Index num_sinks = 0;                                 ///< first positions kept whatever their votes [tokens], >= 0
+
+  static void each(auto& options, auto visit) {
+    visit("observation_window", options.observation_window);
+    visit("kernel_size", options.kernel_size);
+    visit("pooling", options.pooling);
+    visit("pool_over", options.pool_over);
+    visit("count_padding", options.count_padding);
+    visit("group", options.group);
+    visit("num_sinks", options.num_sinks);
+  }
 };
 
 /// Needs the last observation_window rows of a prompt that may exceed the budget; nothing while decoding.
 class SnapKV {
  public:
+  static constexpr std::string_view name = "snapkv";
+  using Options = SnapKVOptions;
   using Pooling = SnapKVPooling;
   using PoolOver = SnapKVPoolOver;
   using Group = SnapKVGroup;
@@ -75,7 +92,7 @@ class SnapKV {
       out[static_cast<std::size_t>(by_position[static_cast<std::size_t>(i)])] = i < prefix ? pool(sum, by_position, i, pooled) : 0.0f;
   }
 
-  void on_gather(Index kv_head, std::span<const Index>) { votes_[static_cast<std::size_t>(kv_head)] = {}; }
+  void on_prompt_end(Index kv_head) { votes_[static_cast<std::size_t>(kv_head)] = {}; }
   void reset(const Shape& shape) { votes_.assign(static_cast<std::size_t>(shape.kv_heads), {}); }
   Index bytes() const {
     Index bytes = detail::heap_bytes(votes_);

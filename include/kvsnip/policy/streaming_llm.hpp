@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string_view>
 
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/policy.hpp"
@@ -13,11 +14,16 @@ namespace kvsnip {
 
 struct StreamingLLMOptions {
   Index num_sinks = 4;  ///< first positions, never evicted [tokens], >= 0; the paper uses 4
+
+  static void each(auto& options, auto visit) { visit("num_sinks", options.num_sinks); }
 };
 
 /// The rest of the budget is the window of recent positions. Needs nothing but positions.
 class StreamingLLM {
  public:
+  static constexpr std::string_view name = "streaming_llm";
+  using Options = StreamingLLMOptions;
+
   explicit StreamingLLM(const StreamingLLMOptions& options = {}) : options_(options) {
     detail::require(options.num_sinks >= 0, "StreamingLLM: num_sinks must be >= 0, got ", options.num_sinks);
   }

@@ -1,0 +1,180 @@
+// A trained model, run through our caches, says the same about real text as the reference's model through its caches.
+//
+// The cases are found at run time. A run makes thousands of choices by float scores and a few of them are bound to be
+// close: a case lists the steps where they are. Before the first of those everything must agree, token by token; a run
+// that parts from the reference after it is right as well, and then only the mean is compared.
+
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <toy_transformer/checkpoint.hpp>
+#include <toy_transformer/nll.hpp>
+#include <toy_transformer/transformer.hpp>
+#include <vector>
+
+#include "support/catch.hpp"
+#include "support/golden_run.hpp"
+#include "support/positions.hpp"
+#include "support/shared_dir.hpp"
+#include "support/tolerance.hpp"
+
+namespace {
+
+using kvsnip::Index;
+using test::Array;
+using test::Findings;
+using test::GoldenCase;
+using test::GoldenRunner;
+using test::sorted;
+using Model = toy::Transformer<float>;
+
+constexpr double token_tolerance = 2e-4, mean_tolerance = 2e-5, parted_mean_tolerance = 0.01;
+constexpr const char* checkpoint = "models/stories260K/stories260K.bin";
+
+std::shared_ptr<const toy::Weights> stories260k() {
+  static const std::shared_ptr<const toy::Weights> weights = toy::load_checkpoint(test::shared_dir() / checkpoint);
+  return weights;
+}
+
+/// The reference's recent_global never writes a global slot after the prompt: those that a shorter prompt left free
+/// stay so for ever. For us that is as many sinks and slots less.
+Index num_slots_never_used(const GoldenCase& golden) {
+  if (golden.text("strategy") != "recent_global") return 0;
+  return std::max<Index>(golden.integer("global_tokens") - golden.integer("prompt_length"), 0);
+}
+
+std::string policy_spec(const GoldenCase& golden) {
+  const std::string& strategy = golden.text("strategy");
+  if (strategy == "recent_global")
+    return "streaming_llm(num_sinks=" + std::to_string(golden.integer("global_tokens") - num_slots_never_used(golden)) +
+           ")";
+  if (strategy == "snapkv")
+    return "snapkv(observation_window=" + golden.text("window_size") + ",kernel_size=" + golden.text("kernel_size") +
+           ")";
+  if (strategy == "scissorhands")
+    return "scissorhands(history_window=" + golden.text("history_window") +
+           ",recent_window=" + golden.text("recent_window") + ",num_sinks=" + golden.text("global_tokens") +
+           ",drop=" + golden.text("drop") + ",mode=" + golden.text("mode") + ")";
+  return "full";
+}
+
+/// Where our run left the reference's: the position of the first token it shows in, and whether that may be.
+class Parting {
+ public:
+  explicit Parting(const GoldenCase& golden) : prompt_length_(golden.integer("prompt_length")) {
+    const std::vector<Index> steps = golden.integers("close_call_steps");
+    if (golden.text("close_call_steps").starts_with("prompt"))
+      allowed_after_ = prompt_length_ - 1;
+    else if (!steps.empty())
+      allowed_after_ = prompt_length_ + steps.front();
+  }
+  /// Something differs at `position`. @return whether it need not be reported
+  bool note(Index position) {
+    if (!parted_at_ && allowed_after_ && position > *allowed_after_) parted_at_ = position;
+    return parted_at_.has_value();
+  }
+  bool parted() const { return parted_at_.has_value(); }
+  Index step() const { return *parted_at_ - prompt_length_; }
+
+ private:
+  Index prompt_length_;
+  std::optional<Index> allowed_after_, parted_at_;
+};
+
+/// [layers, rows, slots] with -1 for free slots, against what is held; one row stands for all kv_heads.
+void check_positions(const Model& model, const Array<std::int32_t>& want, Index at, const std::string& when,
+                     Parting& parting, Findings& findings) {
+  for (Index layer = 0; layer < want.dim(0); ++layer)
+    for (Index h = 0; h < model.config().kv_heads; ++h) {
+      std::vector<Index> expected;
+      for (Index slot = 0; slot < want.dim(2); ++slot)
+        if (const Index position = want(layer, std::min(h, want.dim(1) - 1), slot); position >= 0)
+          expected.push_back(position);
+      const bool same = sorted(model.caches().begin()[layer].positions(h)) == sorted(expected);
+      findings.check(same || parting.note(at), when, " layer ", layer, ", kv_head ", h, " holds other positions");
+    }
+}
+/// [steps, layers, rows]: the slot that each step's token went to; ours has its number less `offset`.
+void check_slots(const Model& model, const Array<std::uint8_t>& want, Index offset, Index step, Index position,
+                 Parting& parting, Findings& findings) {
+  for (Index layer = 0; layer < want.dim(1); ++layer)
+    for (Index h = 0; h < model.config().kv_heads; ++h) {
+      const Index slot = want(step, layer, std::min(h, want.dim(2) - 1)) - offset;
+      const auto positions = model.caches().begin()[layer].positions(h);
+      const bool written = slot >= 0 && slot < std::ssize(positions) && positions.begin()[slot] == position;
+      findings.check(written || parting.note(position), "step ", step, ": layer ", layer, ", kv_head ", h,
+                     " did not write slot ", slot);
+    }
+}
+
+double mean(const std::vector<double>& values, Index from) {
+  return std::accumulate(values.begin() + from, values.end(), 0.0) / static_cast<double>(std::ssize(values) - from);
+}
+
+void check_run(const GoldenCase& golden, Findings& findings) {
+  const bool greedy = golden.text("kind") == "model_greedy";
+  const Array<std::int32_t> tokens = golden.tensor<std::int32_t>(greedy ? "out_tokens" : "in_tokens");
+  const Array<float> nll = golden.tensor<float>("out_nll");
+  const Index prompt = golden.integer("prompt_length"), steps = golden.integer("decode_steps"),
+              num_tokens = golden.integer("n_tokens");
+  const Index unused = num_slots_never_used(golden);
+  Model model(stories260k(), policy_spec(golden), golden.integer("max_cache_length") - unused);
+  Parting parting(golden);
+  std::vector<double> nlls;
+
+  // The logits after position i are about token i + 1, unless that was the last one.
+  const auto compare = [&](const Eigen::MatrixXf& logits, Index column, Index i) {
+    if (i + 1 >= num_tokens) return;
+    nlls.push_back(toy::negative_log_likelihood(logits.col(column), tokens(i + 1)));
+    findings.check(test::close(nlls.back(), nll(i), 0, token_tolerance) || parting.note(i), "token ", i + 1,
+                   ": -log p is ", nlls.back(), ", expected ", nll(i));
+    if (!greedy || i + 1 < prompt || parting.parted()) return;
+    Index likeliest = 0;
+    logits.col(column).maxCoeff(&likeliest);
+    findings.check(likeliest == tokens(i + 1), "token ", i + 1, " would be ", likeliest, ", expected ", tokens(i + 1));
+  };
+
+  const std::span<const toy::Token> all(tokens.data);
+  const Eigen::MatrixXf& prompt_logits =
+      model.forward(all.first(static_cast<std::size_t>(prompt)), {.all_logits = true});
+  for (Index i = 0; i < prompt; ++i) compare(prompt_logits, i, i);
+  if (golden.has_tensor("out_pos_after_prompt"))
+    check_positions(model, golden.tensor<std::int32_t>("out_pos_after_prompt"), prompt, "after the prompt", parting,
+                    findings);
+
+  std::optional<Array<std::uint8_t>> slots;
+  if (golden.has_tensor("out_evicted_slot")) slots = golden.tensor<std::uint8_t>("out_evicted_slot");
+  for (Index step = 0; step < steps; ++step) {
+    const Index position = prompt + step;
+    compare(model.forward(tokens(position)), 0, position);
+    if (slots) check_slots(model, *slots, unused, step, position, parting, findings);
+  }
+  if (golden.has_tensor("out_final_pos"))
+    check_positions(model, golden.tensor<std::int32_t>("out_final_pos"), prompt + steps, "at the end", parting,
+                    findings);
+
+  const Index first_scored = golden.text("kind") == "model_prompt" ? prompt : 0;
+  const double got = mean(nlls, first_scored), want = mean({nll.data.begin(), nll.data.end()}, first_scored);
+  findings.check(std::ssize(nlls) == nll.dim(0), nlls.size(), " tokens were scored, expected ", nll.dim(0));
+  findings.check(test::close(got, want, 0, parting.parted() ? parted_mean_tolerance : mean_tolerance), "the mean is ",
+                 got, ", expected ", want);
+  findings.check(test::close(want, golden.number("mean_nll"), 0, mean_tolerance),
+                 "the case's mean_nll is not the mean of its out_nll: ", want);
+  if (parting.parted())
+    std::cout << "golden_model: " << golden.name() << " parts from the reference after a close call, at step "
+              << parting.step() << '\n';
+}
+
+GoldenRunner runner_for(const GoldenCase& golden) {
+  const std::string strategy = golden.text("strategy"), label = golden.text("kind") + " " + strategy;
+  const bool covered =
+      strategy == "full" || strategy == "recent_global" || strategy == "scissorhands" || strategy == "snapkv";
+  return {label, covered ? check_run : nullptr};
+}
+
+}  // namespace
+
+TEST_CASE("stories260K foretells real text as the reference model does, with every policy") {
+  if (test::find_shared(checkpoint, "golden_model cases")) test::run_golden_cases("golden_model", runner_for);
+}

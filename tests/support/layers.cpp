@@ -1,0 +1,165 @@
+#include "layer.hpp"
+
+#include <kvsnip/attention.hpp>
+#include <kvsnip/kvsnip.hpp>
+#include <kvsnip/registry.hpp>
+
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace test {
+
+void serially(Index n, FunctionRef fn) {
+  for (Index i = 0; i < n; ++i) fn(i);
+}
+
+ParallelFor on_threads(Index num_threads) {
+  return [num_threads](Index n, FunctionRef fn) {
+    std::atomic<Index> next{0};
+    std::vector<std::thread> threads;
+    for (Index t = 0; t < num_threads; ++t)
+      threads.emplace_back([&] {
+        for (Index i = next++; i < n; i = next++) fn(i);
+      });
+    for (std::thread& thread : threads) thread.join();
+  };
+}
+
+namespace {
+
+template <class Columns>
+Eigen::MatrixXf to_float(const Columns& columns) {
+  Eigen::MatrixXf out(columns.rows(), columns.cols());
+  for (Index i = 0; i < columns.size(); ++i) out.data()[i] = static_cast<float>(columns.data()[i]);
+  return out;
+}
+
+template <class T, class P>
+class LayerOf final : public Layer {
+  using Cache = kvsnip::KVCache<T, P>;
+
+ public:
+  LayerOf(const Shape& shape, Index budget, P policy) : cache_(shape, budget, std::move(policy)) {}
+  std::unique_ptr<Layer> clone() const override { return std::unique_ptr<Layer>(new LayerOf(cache_)); }
+
+  const Shape& shape() const override { return cache_.shape(); }
+  Index budget() const override { return cache_.budget(); }
+  Index tokens_seen() const override { return cache_.tokens_seen(); }
+  Index size(Index kv_head) const override { return cache_.size(kv_head); }
+  Index capacity(Index kv_head) const override { return cache_.capacity(kv_head); }
+  kvsnip::Bytes bytes() const override { return cache_.bytes(); }
+  Index object_bytes() const override { return static_cast<Index>(sizeof(*this)); }
+  std::vector<Index> positions(Index kv_head) const override { return list(cache_.positions(kv_head)); }
+  Eigen::MatrixXf keys(Index kv_head) const override { return to_float(cache_.keys(kv_head)); }
+  Eigen::MatrixXf values(Index kv_head) const override { return to_float(cache_.values(kv_head)); }
+  Eigen::MatrixXf stored(const Eigen::MatrixXf& x) const override { return x.unaryExpr([](float f) { return static_cast<float>(static_cast<T>(f)); }); }
+  void reset() override { cache_.reset(); }
+
+  void update(const Eigen::Ref<const Eigen::MatrixXf>& k, const Eigen::Ref<const Eigen::MatrixXf>& v, const UpdateOptions& options) override {
+    step_.emplace(cache_.update(k, v, options));
+  }
+  Phase phase() const override { return step_->phase(); }
+  Index step_size(Index kv_head) const override { return step_->size(kv_head); }
+  std::vector<Index> step_positions(Index kv_head) const override { return list(step_->positions(kv_head)); }
+  std::vector<Index> new_slots(Index kv_head) const override { return list(step_->new_slots(kv_head)); }
+  Index wanted_rows() const override { return step_->wanted_rows(); }
+  void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for) override {
+    kvsnip::attend(*step_, q, out, parallel_for);
+  }
+  void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) override { step_->on_attention(kv_head, weights); }
+  void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) override { step_->on_queries(kv_head, q); }
+  void done(Index kv_head) override { step_->done(kv_head); }
+  void abandon() override { step_->abandon(); }
+
+ private:
+  explicit LayerOf(const Cache& cache) : cache_(cache) {}
+  static std::vector<Index> list(std::span<const Index> positions) { return {positions.begin(), positions.end()}; }
+
+  Cache cache_;
+  std::optional<typename Cache::Step> step_;
+};
+
+template <class P>
+auto with_own_type(const P& policy) {
+  return [policy](const Shape& shape, Index budget) -> std::unique_ptr<Layer> { return std::make_unique<LayerOf<float, P>>(shape, budget, policy); };
+}
+
+std::vector<PolicyCase> list_policies() {
+  using namespace kvsnip;
+  const StreamingLLM streaming_llm{{.num_sinks = 2}};
+  const Scissorhands fraction{{.history_window = 9, .recent_window = 4, .num_sinks = 2, .drop = 3}};
+  const Scissorhands sampled{{.history_window = 5, .recent_window = 1, .num_sinks = 0, .record_interval = 3}};
+  const Scissorhands count{{.history_window = 9, .recent_window = 4, .num_sinks = 2, .mode = Scissorhands::Mode::count}};
+  const SnapKV snapkv{{.observation_window = 5, .kernel_size = 3, .num_sinks = 1}};
+  const SnapKV snapkv_max{{.observation_window = 4, .pooling = SnapKV::Pooling::max, .pool_over = SnapKV::PoolOver::row, .group = SnapKV::Group::max}};
+
+  const Promise keeps_all{.evicts_prompt = false, .evicts_decode = false};
+  const Promise keeps_recents{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4};
+  const Promise keeps_window{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5};
+  std::vector<PolicyCase> policies{
+      {"Full", "float", with_own_type(Full{}), keeps_all},
+      {"StreamingLLM", "float", with_own_type(streaming_llm), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 0, .recent_window = 1}},
+      {"Scissorhands, fraction", "float", with_own_type(fraction), keeps_recents},
+      {"Scissorhands, count", "float", with_own_type(count), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .drops_in_bulk = true}},
+      {"SnapKV", "float", with_own_type(snapkv), keeps_window},
+      {"Chain<SnapKV, Scissorhands>", "float", with_own_type(Chain{snapkv, fraction}),
+       {.prompt_sinks = 1, .decode_sinks = 2, .kept_of_prompt = 5, .recent_window = 4}},
+      {"Chain<StreamingLLM, Scissorhands>", "float", with_own_type(Chain{streaming_llm, count}),
+       {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 0, .recent_window = 4, .drops_in_bulk = true}},
+  };
+  // Behind AnyPolicy, these and two more options' worth.
+  const auto own = policies;
+  const std::vector<std::pair<AnyPolicy, Promise>> erased{
+      {AnyPolicy(Full{}), own[0].promise},
+      {AnyPolicy(streaming_llm), own[1].promise},
+      {AnyPolicy(fraction), own[2].promise},
+      {AnyPolicy(sampled), {.kept_of_prompt = 0, .recent_window = 1}},
+      {AnyPolicy(count), own[3].promise},
+      {AnyPolicy(snapkv), own[4].promise},
+      {AnyPolicy(snapkv_max), {.evicts_decode = false, .kept_of_prompt = 4}},
+      {AnyPolicy(Chain{snapkv, fraction}), own[5].promise},
+      {AnyPolicy(Chain{streaming_llm, count}), own[6].promise},
+  };
+  for (const std::string type : {"float", "half", "bfloat16"})
+    for (const auto& [policy, promise] : erased)
+      policies.push_back({type + ", " + to_string(policy), type,
+                          [type, policy = policy](const Shape& shape, Index budget) { return make_layer(type, policy, shape, budget); },
+                          promise});
+  return policies;
+}
+
+}  // namespace
+
+const std::vector<PolicyCase>& all_policies() {
+  static const std::vector<PolicyCase> policies = list_policies();
+  return policies;
+}
+
+std::unique_ptr<Layer> make_layer(std::string_view type, const kvsnip::AnyPolicy& policy, const Shape& shape, Index budget) {
+  const auto of = [&]<class T>(const T*) -> std::unique_ptr<Layer> { return std::make_unique<LayerOf<T, kvsnip::AnyPolicy>>(shape, budget, policy); };
+  if (type == "float") return of(static_cast<const float*>(nullptr));
+  if (type == "half") return of(static_cast<const Eigen::half*>(nullptr));
+  if (type == "bfloat16") return of(static_cast<const Eigen::bfloat16*>(nullptr));
+  throw std::invalid_argument("make_layer: no storage type " + std::string(type));
+}
+std::unique_ptr<Layer> make_layer(std::string_view type, std::string_view spec, const Shape& shape, Index budget) {
+  return make_layer(type, kvsnip::make_policy(spec), shape, budget);
+}
+
+bool same_bits(const Eigen::MatrixXf& a, const Eigen::MatrixXf& b) {
+  return a.rows() == b.rows() && a.cols() == b.cols() &&
+         (a.size() == 0 || std::memcmp(a.data(), b.data(), static_cast<std::size_t>(a.size()) * sizeof(float)) == 0);
+}
+
+bool same_bytes(const Layer& a, const Layer& b) {
+  bool same = a.tokens_seen() == b.tokens_seen();
+  for (Index h = 0; h < a.num_heads(); ++h)
+    same = same && a.positions(h) == b.positions(h) && same_bits(a.keys(h), b.keys(h)) && same_bits(a.values(h), b.values(h));
+  return same;
+}
+
+}  // namespace test

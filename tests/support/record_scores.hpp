@@ -1,0 +1,32 @@
+// A policy that remembers how it scored last, for tests that look at scores through the cache.
+#pragma once
+
+#include <kvsnip/policy.hpp>
+#include <map>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace test {
+
+template <class P>
+class RecordScores : public P {
+ public:
+  explicit RecordScores(P policy = P{}) : P(std::move(policy)) {}
+
+  void score(kvsnip::Index kv_head, const kvsnip::SlotsView& slots, std::span<float> out) {
+    P::score(kv_head, slots, out);
+    last_[kv_head].assign(out.begin(), out.end());
+  }
+  /// (slots) of the last choice made for this kv_head; empty when there was none.
+  const std::vector<float>& last_scores(kvsnip::Index kv_head) const {
+    static const std::vector<float> none;
+    const auto found = last_.find(kv_head);
+    return found == last_.end() ? none : found->second;
+  }
+
+ private:
+  std::map<kvsnip::Index, std::vector<float>> last_;
+};
+
+}  // namespace test
