@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "kvsnip/detail/decode_kernel.hpp"
 #include "kvsnip/detail/require.hpp"
@@ -22,19 +21,11 @@ struct Serial {
 
 namespace detail {
 
-inline constexpr Index tile_queries = 32;
-
-/// A buffer of the calling thread; grows, and stays for the thread's next call.
-inline float* thread_scratch(Index size) {
-  thread_local std::vector<float> buffer;
-  if (static_cast<Index>(buffer.size()) < size) buffer.resize(static_cast<std::size_t>(size));
-  return buffer.data();
-}
-
 /// All queries of one kv_head, in tiles; the policy gets the rows it wants, in order.
 /// @param q, out  (query_heads * head_dim, queries)
+/// @param end     tell the policy; false leaves the step as it is, so that the kernel alone can be measured
 template <class Step, class Q, class Out>
-void attend_head(Step step, Index kv_head, const Q& q, Out& out) {
+void attend_head(Step step, Index kv_head, const Q& q, Out& out, bool end = true) {
   using T = typename Step::Scalar;
   const Index group = step.shape().group_size(), dim = step.shape().head_dim, slots = step.size(kv_head), queries = q.cols();
   const Index wanted = step.wanted_rows(), rows = group * dim;
@@ -59,7 +50,7 @@ void attend_head(Step step, Index kv_head, const Q& q, Out& out) {
     weighted_values(values, visible, dim, weights, visible, count * group, sums);
     for (Index j = 0; j < count; ++j) out.col(first + j).segment(kv_head * rows, rows) = Eigen::Map<Eigen::VectorXf>(sums + j * rows, rows);
     const Index unwanted = std::max<Index>(queries - wanted - first, 0);  // of this tile
-    if (unwanted < count) {
+    if (end && unwanted < count) {
       for (Index column = count * group - 1; visible < slots && column >= 0; --column) {  // widen the columns to all slots
         std::copy_backward(weights + column * visible, weights + (column + 1) * visible, weights + column * slots + visible);
         std::fill(weights + column * slots + visible, weights + (column + 1) * slots, 0.0f);
@@ -67,7 +58,7 @@ void attend_head(Step step, Index kv_head, const Q& q, Out& out) {
       step.accept(kv_head, weights + unwanted * group * slots, (count - unwanted) * group);
     }
   }
-  if (wanted == 0) step.done(kv_head);
+  if (end && wanted == 0) step.done(kv_head);
 }
 
 }  // namespace detail
@@ -86,6 +77,7 @@ void attend(Step step, const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Ei
                   ", got ", q.rows(), " x ", q.cols());
   detail::require(out.rows() == rows && out.cols() == queries, "attend: out must be query_heads * head_dim x num_queries = ", rows, " x ",
                   queries, ", got ", out.rows(), " x ", out.cols());
+  detail::require_state(step.is_untouched(), "attend: a kv_head of this step has had its callback already");
   for (Index j = 0; j < queries; ++j)
     for (Index h = 0; h < shape.query_heads; ++h)
       detail::require(detail::all_within(q.col(j).data() + h * shape.head_dim, shape.head_dim, detail::max_magnitude<float>()),

@@ -13,7 +13,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <concepts>
+#include <cstdint>
 #include <span>
 #include <utility>
 #include <vector>
@@ -38,6 +40,10 @@ struct Bytes {
   Index policy = 0;     ///< the policy's state
   Index scratch = 0;
   constexpr Index total() const { return keys + values + positions + policy + scratch; }
+  constexpr Bytes& operator+=(const Bytes& other) {
+    keys += other.keys, values += other.values, positions += other.positions, policy += other.policy, scratch += other.scratch;
+    return *this;
+  }
 };
 
 template <StorageScalar T, Policy P>
@@ -78,10 +84,11 @@ class KVCache {
 
   const Shape& shape() const { return planner_.shape(); }
   Index budget() const { return planner_.budget(); }
-  P& policy() { return planner_.policy(); }
   const P& policy() const { return planner_.policy(); }
   /// Tokens appended since the last reset, whatever became of them.
   Index tokens_seen() const { return planner_.tokens_seen(); }
+  /// Where the sequence ended: the default position of the next token.
+  Index next_position() const { return planner_.next_position(); }
   /// Slots in use, and allocated.
   Index size(Index kv_head) const { return planner_.size(kv_head); }
   Index capacity(Index kv_head) const { return checked_memory(kv_head).keys.size() / shape().head_dim; }
@@ -167,11 +174,11 @@ class KVCache {
     for (const Index slot : planner_.new_slots(kv_head)) n += slot < planner_.old_size(kv_head);
     return n;
   }
-  /// Room for the planned slots. Geometric, and not past the budget unless a prompt or a growing cache is.
+  /// Room for the planned slots. Geometric, and not past the budget unless the slots are.
   void reserve(Index kv_head) {
     const Index wanted = size(kv_head), now = capacity(kv_head);
     if (wanted <= now) return;
-    const Index limit = hooks::evicts(policy(), Phase::decode) ? budget() : unlimited_budget;
+    const Index limit = hooks::evicts(policy(), Phase::decode) && wanted <= budget() ? budget() : unlimited_budget;
     Memory& m = memory(kv_head);
     const Index elements = std::max(wanted, std::min(limit, now + now / 2)) * shape().head_dim;
     detail::AlignedArray<T> keys(elements), values(elements);
@@ -213,16 +220,15 @@ class KVCache {
   /// The last head of the step has ended. All that may throw comes before anything changes.
   void finish() {
     planner_.choose_kept();
-    if (planner_.compacts()) {
-      std::vector<Memory> compacted(memory_.size());
-      for (Index h = 0; h < shape().kv_heads; ++h) gather(h, planner_.kept(h), compacted[static_cast<std::size_t>(h)]);
-      for (Index h = 0; h < shape().kv_heads; ++h)
-        if (!planner_.kept(h).empty()) std::swap(memory(h), compacted[static_cast<std::size_t>(h)]);
-      publish_vectors();
-    }
+    std::vector<Memory> compacted(planner_.compacts() ? memory_.size() : 0);
+    for (std::size_t h = 0; h < compacted.size(); ++h) gather(static_cast<Index>(h), compacted[h]);
     planner_.commit();
+    for (std::size_t h = 0; h < compacted.size(); ++h)
+      if (compacted[h].keys.size() > 0) std::swap(memory_[h], compacted[h]);
   }
-  void gather(Index kv_head, std::span<const Index> kept, Memory& out) const {
+  /// What the planner keeps of a head; nothing if that is all.
+  void gather(Index kv_head, Memory& out) const {
+    const std::span<const Index> kept = planner_.kept(kv_head);
     if (kept.empty()) return;
     const Index dim = shape().head_dim;
     const Memory& m = memory(kv_head);
@@ -252,7 +258,7 @@ class KVCache<T, P>::Step {
   Index first_position() const { return info().first_position; }
   /// Slots to attend to.
   Index size(Index kv_head) const { return open().size(kv_head); }
-  /// (head_dim, size), contiguous columns, 64-byte aligned.
+  /// (head_dim, size), contiguous columns; the first is 64-byte aligned.
   ConstColumns keys(Index kv_head) const { return check().keys(kv_head); }
   ConstColumns values(Index kv_head) const { return check().values(kv_head); }
   /// (size) A query at position p sees the slots with positions <= p. In a prompt the new tokens are the last slots, in order.
@@ -286,11 +292,19 @@ class KVCache<T, P>::Step {
       detail::require(detail::all_within(q.col(j).data(), dim, detail::max_magnitude<float>()), "on_queries: q must be finite and at most ",
                       detail::max_magnitude<float>(), " in magnitude, not so for kv_head ", kv_head, ", query at position ",
                       first_position() + num_queries() - rows + j / group);
-    const Eigen::MatrixXf scaled = q / std::sqrt(static_cast<float>(dim));
-    Eigen::MatrixXf weights(slots, q.cols());
-    const auto later = new_slots(kv_head).last(static_cast<std::size_t>(rows)).subspan(1);
-    detail::attention_weights(keys(kv_head).data(), slots, dim, scaled.data(), rows, group, later, weights.data());
-    on_attention(kv_head, weights);
+    // In tiles, so that a long prompt's rows are never all in memory.
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const std::span<const Index> new_tokens = new_slots(kv_head).last(static_cast<std::size_t>(rows));
+    const Index tile = std::min(rows, detail::tile_queries);
+    float* scaled = detail::thread_scratch(tile * group * (dim + slots));
+    float* weights = scaled + tile * group * dim;
+    for (Index first = 0; first < rows; first += tile) {
+      const Index columns = std::min(tile, rows - first) * group;
+      Eigen::Map<Eigen::MatrixXf>(scaled, dim, columns) = q.middleCols(first * group, columns) * scale;
+      const auto later = new_tokens.subspan(static_cast<std::size_t>(first + 1));
+      detail::attention_weights(keys(kv_head).data(), slots, dim, scaled, columns / group, group, later, weights);
+      accept(kv_head, weights, columns);
+    }
   }
   /// End a kv_head of which nothing is wanted. May be left out, unless the step is an over-long prompt.
   void done(Index kv_head) {
@@ -303,7 +317,9 @@ class KVCache<T, P>::Step {
     for (Index h = 0; h < shape().kv_heads; ++h) cache_->take_back(h);
     cache_->planner_.abandon();
   }
-  /// on_attention for our own kernels: weights are trusted. (size, queries * group_size), contiguous.
+  /// No head has been told anything yet.
+  bool is_untouched() const { return open().is_untouched(); }
+  /// on_attention for our own kernels, whose weights need no checks. (size, columns), contiguous.
   void accept(Index kv_head, const float* weights, Index columns) {
     const Index slots = size(kv_head);
     finish_if(cache_->planner_.accept(kv_head, {weights, slots, columns, Eigen::OuterStride<>(slots)}));

@@ -174,6 +174,28 @@ concept CountsBytes = requires(const P& policy) {
 template <class P>
 concept Policy = std::copyable<P> && (!ObservesAttention<P> || HasReset<P>) && (!ChoosesRows<P> || ObservesAttention<P>);
 
+namespace hooks {
+
+/// A member with a hook's name but another signature would silently be no hook: say so.
+template <class P>
+consteval bool all_recognised() {
+  static_assert(!requires { &P::score; } || ScoresSlots<P>, "a hook must be: score(Index, const SlotsView&, std::span<float>)");
+  static_assert(!requires { &P::observe; } || ObservesAttention<P>, "a hook must be: observe(Index, const AttentionRows&)");
+  static_assert(!requires { &P::wanted_rows; } || ChoosesRows<P>, "a hook must be: Index wanted_rows(const StepInfo&) const");
+  static_assert(!requires { &P::wants_query_heads; } || WantsQueryHeads<P>, "a hook must be: bool wants_query_heads() const");
+  static_assert(!requires { &P::evicts; } || ChoosesPhases<P>, "a hook must be: bool evicts(Phase) const");
+  static_assert(!requires { &P::protection; } || ProtectsSlots<P>, "a hook must be: Protection protection(Phase) const");
+  static_assert(!requires { &P::eviction; } || ChoosesEviction<P>, "a hook must be: Eviction eviction(Index) const");
+  static_assert(!requires { &P::on_insert; } || TracksInserts<P>, "a hook must be: on_insert(Index, Index, const SlotsView&)");
+  static_assert(!requires { &P::on_gather; } || TracksGathers<P>, "a hook must be: on_gather(Index, std::span<const Index>)");
+  static_assert(!requires { &P::on_prompt_end; } || TracksPrompts<P>, "a hook must be: on_prompt_end(Index)");
+  static_assert(!requires { &P::reset; } || HasReset<P>, "a hook must be: reset(const Shape&)");
+  static_assert(!requires { &P::bytes; } || CountsBytes<P>, "a hook must be: Index bytes() const");
+  return true;
+}
+
+}  // namespace hooks
+
 /// The hooks' defaults, so that callers need not ask. A policy with no score evicts nothing.
 namespace hooks {
 

@@ -29,6 +29,10 @@ namespace kvsnip {
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV>;
 
+class AnyPolicy;
+/// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.
+inline std::string to_string(const AnyPolicy& policy);
+
 namespace detail {
 template <class P>
 std::string spec_of(const P& policy);
@@ -68,8 +72,7 @@ class AnyPolicy {
     const auto* model = dynamic_cast<const Model<P>*>(policy_.get());
     return model == nullptr ? nullptr : &model->policy;
   }
-  /// The spec that makes it: options that are not the default.
-  friend std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
+  friend std::string to_string(const AnyPolicy& policy);
 
  private:
   struct Interface {
@@ -112,6 +115,8 @@ class AnyPolicy {
   std::unique_ptr<Interface> policy_;
 };
 static_assert(Policy<AnyPolicy> && ScoresSlots<AnyPolicy> && ObservesAttention<AnyPolicy>);
+
+inline std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
 
 namespace detail {
 
@@ -214,7 +219,6 @@ inline AnyPolicy parse_one(std::string_view spec) {
   return *made;
 }
 
-/// A policy's spec: its name and the options that are not the default. A policy of the user's own is "custom".
 template <class P>
 std::string spec_of(const P& policy) {
   if constexpr (std::same_as<P, AnyPolicy>) {

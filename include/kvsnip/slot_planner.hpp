@@ -38,6 +38,8 @@ struct UpdateOptions {
 
 template <Policy P>
 class SlotPlanner {
+  static_assert(hooks::all_recognised<P>());
+
  public:
   using Weights = AttentionRows::Weights;
 
@@ -59,7 +61,6 @@ class SlotPlanner {
 
   const Shape& shape() const { return shape_; }
   Index budget() const { return budget_; }
-  P& policy() { return policy_; }
   const P& policy() const { return policy_; }
   Index tokens_seen() const { return sequence_.tokens_seen; }
   /// Where the sequence ended: the default position of the next token.
@@ -74,7 +75,7 @@ class SlotPlanner {
   /// @throws std::logic_error       the previous step still waits for a callback
   void plan(Index num_tokens, const UpdateOptions& options = {}) {
     detail::require_state(!state_.must_end(), "update: the previous step waits for ", state_.heads_left(),
-                          " kv_head(s): call on_attention, on_queries or done for each, or abandon");
+                          " kv_head(s): call on_attention, on_queries or done for each, or abandon (and if it waits for none, its end failed: abandon)");
     detail::require(num_tokens >= 0, "update: tokens must be >= 0, got ", num_tokens);
     const Index first = options.first_position == -1 ? sequence_.next_position : options.first_position;
     detail::require(first >= sequence_.next_position, "update: first_position must be >= ", sequence_.next_position,
@@ -86,12 +87,12 @@ class SlotPlanner {
     if (next.first_prompt_end != sequence_.first_prompt_end) require_room_for_kept_prompt(next);
     const bool compacts = step.phase == Phase::long_prompt && !options.more && over_budget(num_tokens);
     if (state_.is_open()) commit();  // a step that wanted nothing and was left without done
+    const Index wanted_rows = std::clamp<Index>(hooks::wanted_rows(policy_, step), 0, num_tokens);
     for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
     if constexpr (ObservesAttention<P> || TracksInserts<P>)
       if (step.phase != Phase::decode) saved_policy_ = policy_;
     // Nothing below throws.
-    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts;
-    wanted_rows_ = std::clamp<Index>(hooks::wanted_rows(policy_, step_), 0, num_tokens);
+    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts, wanted_rows_ = wanted_rows;
     for (Head& head : heads_) {
       head.books.place(first, num_tokens);
       head.rows.begin(wanted_rows_);
@@ -102,6 +103,10 @@ class SlotPlanner {
 
   // --- the open step; different kv_heads may be served from different threads
   const StepInfo& step() const { return step_; }
+  /// No head has been told anything yet.
+  bool is_untouched() const {
+    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.left() == wanted_rows_; });
+  }
   /// The number of the open step; none is used twice.
   std::uint64_t step_id() const { return state_.id(); }
   bool is_open() const { return state_.is_open(); }
@@ -133,9 +138,10 @@ class SlotPlanner {
                     sequence_.next_position - left + bad / group);
     return accept(kv_head, weights);
   }
-  /// on_attention without its checks, for weights that our own kernels computed.
+  /// on_attention without a look at the weights, for those that our own kernels computed.
   bool accept(Index kv_head, const Weights& weights) {
     Head& head = head_at(kv_head);
+    detail::require_state(weights.cols() <= open_head(kv_head).rows.left() * shape_.group_size(), "kv_head ", kv_head, " has had its rows");
     if (step_.phase == Phase::decode) {  // kept aside: the policy sees the step once it can no longer be taken back
       head.rows.keep(weights, shape_.group_size(), wanted_rows_, hooks::wants_query_heads(policy_));
     } else {  // a prompt's rows may be too many to keep; saved_policy_ takes them back
@@ -173,7 +179,10 @@ class SlotPlanner {
   /// After choose_kept(): the slots an over-long prompt leaves, by ascending position; empty if all stay.
   std::span<const Index> kept(Index kv_head) const { return head(kv_head).books.kept; }
   void commit() {
-    for (Index h = 0; h < shape_.kv_heads; ++h) commit(h);
+    for (Index h = 0; h < shape_.kv_heads; ++h) tell_policy(h);
+    // Nothing below throws: if the policy did, a prompt can still be abandoned.
+    for (Head& head : heads_) head.books.commit();
+    if (compacts_) scores_ = {};
     close();
   }
   /// Take the open step back: positions, queue, sequence and policy are as before plan().
@@ -288,7 +297,7 @@ class SlotPlanner {
     scores_.resize(books.positions.size());
     hooks::score(policy_, kv_head, slots_view(head(kv_head), phase), std::span<float>(scores_));
     for (std::size_t slot = 0; slot < scores_.size(); ++slot)
-      detail::require_state(scores_[slot] == scores_[slot], "score: the policy returned NaN for kv_head ", kv_head, ", position ",
+      detail::require_state(!detail::is_nan(scores_[slot]), "score: the policy returned NaN for kv_head ", kv_head, ", position ",
                             books.positions[slot]);
   }
   /// Lowest score first; of equals the older position.
@@ -341,6 +350,7 @@ class SlotPlanner {
                          [&](Index a, Index b) { return goes(b, a); }, books.kept);
     for (Index slot = 0; slot < books.size(); ++slot)
       if (is_kept(slot)) books.kept.push_back(slot);
+    books.displaced.reserve(books.kept.size());  // for commit()
     std::sort(books.kept.begin(), books.kept.end(), [&](Index a, Index b) {
       return books.positions[static_cast<std::size_t>(a)] < books.positions[static_cast<std::size_t>(b)];
     });
@@ -357,7 +367,7 @@ class SlotPlanner {
     if (!std::exchange(head.inserted, true))
       for (const Index slot : head.books.new_slots) hooks::on_insert(policy_, kv_head, slot, slots_view(head, step_.phase));
   }
-  void commit(Index kv_head) {
+  void tell_policy(Index kv_head) {
     Head& head = head_at(kv_head);
     const std::span<const Index> order = head.books.order;
     if (!order.empty()) hooks::on_gather(policy_, kv_head, order.first(order.size() - head.books.victims.size()));
@@ -366,7 +376,6 @@ class SlotPlanner {
       hooks::observe(policy_, kv_head, head.rows.kept(head.books.positions, wanted_rows_, step_));
     if (!head.books.kept.empty()) hooks::on_gather(policy_, kv_head, std::span<const Index>(head.books.kept));
     if (step_.phase != Phase::decode && !sequence_.in_series) hooks::on_prompt_end(policy_, kv_head);
-    head.books.commit();
   }
   void close() {
     saved_policy_.reset();

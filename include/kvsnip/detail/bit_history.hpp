@@ -19,7 +19,7 @@ class BitHistory {
  public:
   explicit BitHistory(Index window) : window_(window), num_words_((window + 15) / 16) {}
 
-  /// Rows recorded so far, and how many of the window a slot has seen: rows since its token came, at most the window.
+  /// Rows of the window that a slot has seen: those since its token came.
   Index rows_seen(Index slot) const { return std::min(window_, num_rows_ - born_[at(slot)]); }
   /// How many of those marked it.
   Index marked(Index slot) const { return marked_[at(slot)]; }

@@ -16,6 +16,8 @@ inline void check_shape(const Shape& shape) {
 template <Policy P>
 void check_budget(const P& policy, Index budget, Index largest) {
   require(budget >= 1 && budget <= largest, "KVCache: budget must be in [1, 2^61], got ", budget);
+  require(hooks::evicts(policy, Phase::long_prompt) || !hooks::evicts(policy, Phase::decode),
+          "KVCache: a policy that evicts while decoding must compress prompts too: Chain it behind one that does");
   for (const Phase phase : {Phase::decode, Phase::long_prompt}) {
     if (!hooks::evicts(policy, phase)) continue;
     const Protection p = hooks::protection(policy, phase);

@@ -1,8 +1,8 @@
 // Between float32 and what is stored, and the check that values are fit to be stored.
 #pragma once
 
+#include <algorithm>
 #include <bit>
-#include <cmath>
 #include <concepts>
 #include <cstdint>
 #include <cstring>
@@ -19,14 +19,6 @@ constexpr float max_magnitude() {
   return std::same_as<T, Eigen::half> ? 65504.0f : 1e18f;
 }
 
-/// Whether all of x is finite and at most `limit` in magnitude.
-template <class S>
-bool all_within(const S* x, Index n, float limit) {
-  int bad = 0;
-  for (Index i = 0; i < n; ++i) bad |= !(std::abs(static_cast<float>(x[i])) <= limit);
-  return bad == 0;
-}
-
 /// Branch-free, so that compilers vectorise it whatever Eigen made of its own conversion.
 inline float to_float(float x) { return x; }
 inline float to_float(Eigen::bfloat16 x) {
@@ -36,6 +28,25 @@ inline float to_float(Eigen::half x) {
   const std::uint32_t bits = std::bit_cast<std::uint16_t>(x);
   const float magnitude = std::bit_cast<float>((bits & 0x7fffu) << 13) * 0x1p112f;  // rebias the exponent, subnormals too
   return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | ((bits & 0x8000u) << 16));
+}
+
+// Checks look at the bits: as integers, magnitudes are in order, infinity and NaN above all numbers, and builds with
+// -ffast-math cannot argue them away.
+inline std::uint32_t magnitude_bits(float x) { return std::bit_cast<std::uint32_t>(x) & 0x7fffffffu; }
+inline bool is_nan(float x) { return magnitude_bits(x) > 0x7f800000u; }
+
+/// Whether all of x is finite and at most `limit` in magnitude.
+template <class S>
+bool all_within(const S* x, Index n, float limit) {
+  std::uint32_t largest = 0;
+  for (Index i = 0; i < n; ++i) largest = std::max(largest, magnitude_bits(to_float(x[i])));
+  return largest <= magnitude_bits(limit);
+}
+/// Whether all of x is finite and not negative.
+inline bool all_weights(const float* x, Index n) {
+  std::uint32_t largest = 0;
+  for (Index i = 0; i < n; ++i) largest = std::max(largest, std::bit_cast<std::uint32_t>(x[i] + 0.0f));  // -0 becomes 0
+  return largest < 0x7f800000u;
 }
 
 template <class From, class To>

@@ -18,11 +18,13 @@
 #include <limits>
 #include <span>
 
+#include "kvsnip/detail/aligned_array.hpp"
 #include "kvsnip/detail/packet.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip::detail {
 
+inline constexpr Index tile_queries = 32;      // queries whose weights are in memory at once
 inline constexpr Index tile_columns = 4;      // queries of a register tile
 inline constexpr Index block_keys = 32;       // per stream: stay in cache while more than tile_columns queries go by
 inline constexpr Index block_values = 64;     // likewise
@@ -60,9 +62,10 @@ inline void logits_tile(const T* const (&keys)[Keys], const float* q, Index head
   Index d = 0;
   for (; d + packet_size <= dim; d += packet_size) {
     Packet key[Keys];
-    for (int k = 0; k < Keys; ++k) key[k] = load(keys[k] + d);
+    for (int k = 0; k < Keys; ++k) pin(key[k] = load(keys[k] + d));
     for (int c = 0; c < Columns; ++c) {
-      const Packet query = ei::ploadu<Packet>(q + c * dim + d);
+      Packet query = ei::ploadu<Packet>(q + c * dim + d);
+      pin(query);
       for (int k = 0; k < Keys; ++k) sum[k * Columns + c] = ei::pmadd(key[k], query, sum[k * Columns + c]);
     }
   }
@@ -121,19 +124,21 @@ void logits(const T* keys, Index slots, Index head_dim, const float* q, Index co
   });
 }
 
-/// Softmax of one column in place. Slots at -infinity get 0; a column with nothing visible is all zeros.
+/// The logit of a slot that a query cannot see. Finite: builds with -ffast-math have no infinity.
+inline constexpr float hidden = -std::numeric_limits<float>::max();
+
+/// Softmax of one column in place. A column with nothing visible is all zeros; else hidden slots get next to 0.
 inline void softmax(float* column, Index slots) {
   namespace ei = Eigen::internal;
-  constexpr float nothing = -std::numeric_limits<float>::infinity();
   const Index whole = slots - slots % packet_size, rest = slots - whole;
-  alignas(64) float tail[packet_size];  // the last slots, filled up with -infinity
-  std::fill_n(tail, packet_size, nothing);
+  alignas(64) float tail[packet_size];  // the last slots, filled up with hidden ones
+  std::fill_n(tail, packet_size, hidden);
   std::copy_n(column + whole, rest, tail);
 
   Packet most = ei::pload<Packet>(tail);
   for (Index i = 0; i < whole; i += packet_size) most = ei::pmax(most, ei::ploadu<Packet>(column + i));
   const float max = ei::predux_max(most);
-  if (max == nothing) {
+  if (max == hidden) {
     std::fill_n(column, slots, 0.0f);
     return;
   }
@@ -151,26 +156,30 @@ inline void softmax(float* column, Index slots) {
   for (Index i = 0; i < slots; ++i) column[i] *= scale;
 }
 
-/// out += values weights, for `Packets` packets of head_dim from d on.
+/// out += values weights, for `Packets` packets of head_dim from d on. Meanwhile the tile's share of the next block's bytes
+/// is asked for: the strides defeat the hardware's own prefetching.
 template <int Columns, int Packets, class T>
 inline void values_tile(const T* values, Index slots, Index dim, const float* weights, Index stride, Index d, float* out) {
   namespace ei = Eigen::internal;
-  Packet sum[Columns][Packets];
+  constexpr Index share = Packets * packet_size * static_cast<Index>(sizeof(T));
+  const char* next = reinterpret_cast<const char*>(values + block_values * dim + d * block_values);
+  Packet sum[Columns * Packets];
   for (int c = 0; c < Columns; ++c)
-    for (int p = 0; p < Packets; ++p) sum[c][p] = ei::ploadu<Packet>(out + c * dim + d + p * packet_size);
+    for (int p = 0; p < Packets; ++p) sum[c * Packets + p] = ei::ploadu<Packet>(out + c * dim + d + p * packet_size);
   for (Index slot = 0; slot < slots; ++slot) {
+    for (Index byte = 0; byte < share; byte += 64) ei::prefetch(next + slot * share + byte);
     Packet value[Packets];
-    for (int p = 0; p < Packets; ++p) value[p] = load(values + slot * dim + d + p * packet_size);
+    for (int p = 0; p < Packets; ++p) pin(value[p] = load(values + slot * dim + d + p * packet_size));
     for (int c = 0; c < Columns; ++c) {
       const Packet weight = ei::pset1<Packet>(weights[c * stride + slot]);
-      for (int p = 0; p < Packets; ++p) sum[c][p] = ei::pmadd(weight, value[p], sum[c][p]);
+      for (int p = 0; p < Packets; ++p) sum[c * Packets + p] = ei::pmadd(weight, value[p], sum[c * Packets + p]);
     }
   }
   for (int c = 0; c < Columns; ++c)
-    for (int p = 0; p < Packets; ++p) ei::pstoreu(out + c * dim + d + p * packet_size, sum[c][p]);
+    for (int p = 0; p < Packets; ++p) ei::pstoreu(out + c * dim + d + p * packet_size, sum[c * Packets + p]);
 }
 
-/// The same for all of head_dim, a block of slots. The next block is asked for meanwhile.
+/// The same for all of head_dim, a block of slots.
 template <int Columns, int Dim, class T>
 void values_block(const T* values, Index slots, Index head_dim, const float* weights, Index stride, float* out) {
   constexpr int wide = Columns >= 3 ? 2 : Columns == 2 ? 4 : 8;
@@ -209,10 +218,18 @@ void attention_weights(const T* keys, Index slots, Index head_dim, const float* 
                        std::span<const Index> later_slots, float* out) {
   logits(keys, slots, head_dim, q, queries * group_size, out);
   for (Index column = 0; column < queries * group_size; ++column) {
-    for (const Index slot : later_slots.subspan(static_cast<std::size_t>(column / group_size)))
-      out[column * slots + slot] = -std::numeric_limits<float>::infinity();
+    const auto later = later_slots.subspan(static_cast<std::size_t>(column / group_size));
+    for (const Index slot : later) out[column * slots + slot] = hidden;
     softmax(out + column * slots, slots);
+    for (const Index slot : later) out[column * slots + slot] = 0.0f;
   }
+}
+
+/// A 64-byte aligned buffer of the calling thread; grows, and stays for the thread's next call.
+inline float* thread_scratch(Index size) {
+  thread_local AlignedArray<float> buffer;
+  if (buffer.size() < size) buffer = AlignedArray<float>(size);
+  return buffer.data();
 }
 
 }  // namespace kvsnip::detail

@@ -91,14 +91,16 @@ struct HeadBooks {
     }
     new_slots.clear();
   }
-  /// The step stands: the queue moves on; a compaction leaves `kept` and voids the queue.
-  void commit() {
+  /// The step stands: the queue moves on; a compaction leaves `kept` (`displaced` has its capacity) and voids the queue.
+  void commit() noexcept {
     if (!kept.empty()) {
-      displaced.resize(kept.size());  // as scratch
-      for (std::size_t i = 0; i < kept.size(); ++i) displaced[i] = position(kept[i]);
-      positions.assign(displaced.begin(), displaced.end());
-      positions.shrink_to_fit();
+      displaced.clear();
+      for (const Index slot : kept) displaced.push_back(position(slot));
+      positions.swap(displaced);
+      displaced = {}, new_slots = {};  // they were as large as the prompt
       queue.clear(), queue_next = 0;
+    } else if (!order.empty()) {
+      queue.clear(), queue_next = 0;  // slots moved
     } else if (taken_from_refill > 0) {
       queue.swap(refill);
       queue_next = taken_from_refill;

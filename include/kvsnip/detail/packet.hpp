@@ -5,7 +5,7 @@
 #include "kvsnip/detail/convert.hpp"
 #include "kvsnip/policy.hpp"
 
-#if defined(__F16C__) || defined(__AVX2__)
+#if defined(EIGEN_VECTORIZE_AVX)
 #include <immintrin.h>
 #endif
 
@@ -41,25 +41,29 @@ inline Packet load(const Eigen::bfloat16* x) {
 #endif
 }
 
+/// Keep a packet in its register: GCC would rather load it again for every use.
+inline void pin(Packet& x) {
+#if defined(EIGEN_VECTORIZE_SSE) && defined(__GNUC__)
+  asm("" : "+x"(x));
+#else
+  (void)x;
+#endif
+}
+
 /// Sums of the lanes of each of N packets.
 template <int N>
-inline void add_lanes(const Packet (&packets)[N], float* sums) {
-  namespace ei = Eigen::internal;
-  if constexpr (packet_size > 1 && N % packet_size == 0) {
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wignored-attributes"  // of a vector type as template argument
-    ei::PacketBlock<Packet, packet_size> block;
-#pragma GCC diagnostic pop
-    for (int part = 0; part < N; part += static_cast<int>(packet_size)) {
-      for (Index i = 0; i < packet_size; ++i) block.packet[i] = packets[part + i];
-      ei::ptranspose(block);
-      for (Index step = 1; step < packet_size; step *= 2)
-        for (Index i = 0; i < packet_size; i += 2 * step) block.packet[i] = ei::padd(block.packet[i], block.packet[i + step]);
-      ei::pstoreu(sums + part, block.packet[0]);
-    }
-  } else {
-    for (int i = 0; i < N; ++i) sums[i] = ei::predux(packets[i]);
+inline void add_lanes(const Packet (&x)[N], float* sums) {
+#if defined(EIGEN_VECTORIZE_AVX) && !defined(EIGEN_VECTORIZE_AVX512)
+  if constexpr (N == 8) {  // halve 8 packets to 4, 2, 1: [x0 x1 x0 x1 ...], [x0 x1 x2 x3 x0 ...], [x0 ... x7]
+    __m256 pair[4], quad[2];
+    for (int i = 0; i < 4; ++i) pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 2; ++i)
+      quad[i] = _mm256_add_ps(_mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44), _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xEE));
+    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31)));
+    return;
   }
+#endif
+  for (int i = 0; i < N; ++i) sums[i] = Eigen::internal::predux(x[i]);
 }
 
 }  // namespace kvsnip::detail

@@ -22,7 +22,7 @@ template <class Error>
 
 /// Out of line and cold: the caller's fast path carries a compare and a jump, no string work.
 template <class Error, class... Parts>
-[[noreturn]] __attribute__((noinline, cold)) void fail(const Parts&... parts) {
+[[noreturn, gnu::noinline, gnu::cold]] void fail(const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
   raise<Error>(message.str());

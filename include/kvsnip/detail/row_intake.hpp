@@ -1,24 +1,19 @@
-// The attention rows of one kv_head on their way to the policy: checked, averaged over the query group, and in decode
+// The attention rows of one kv_head on their way to the policy: averaged over the query group, and in decode
 // kept aside until the step can no longer be taken back.
 #pragma once
 
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "kvsnip/detail/aligned_array.hpp"
+#include "kvsnip/detail/convert.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip::detail {
 
 /// The first column with a weight that is negative or not finite, or -1.
 inline Index first_bad_column(const AttentionRows::Weights& weights) {
-  for (Index j = 0; j < weights.cols(); ++j) {
-    const float* w = weights.col(j).data();
-    int bad = 0;
-    for (Index i = 0; i < weights.rows(); ++i) bad |= !(w[i] >= 0.0f && w[i] <= std::numeric_limits<float>::max());
-    if (bad != 0) return j;
-  }
+  for (Index j = 0; j < weights.cols(); ++j)
+    if (!all_weights(weights.col(j).data(), weights.rows())) return j;
   return -1;
 }
 

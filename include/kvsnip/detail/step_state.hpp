@@ -17,11 +17,14 @@ class StepState {
   StepState(const StepState& other) : heads_left_(other.heads_left()), open_(other.open_) {
     require_state(!other.must_end(), "KVCache: a cache is copied between steps, not while one waits for its callbacks");
   }
-  StepState(StepState&& other) noexcept : id_(other.id_), heads_left_(other.heads_left()), open_(other.open_), required_(other.required_) {}
+  StepState(StepState&& other) noexcept : id_(other.id_), heads_left_(other.heads_left()), open_(other.open_), required_(other.required_) {
+    other.close();  // its steps are stale
+  }
   /// Numbers are never used twice: a handle to a step of what was here before stays stale.
   StepState& operator=(StepState&& other) noexcept {
     id_ = std::max(id_, other.id_) + 1;
     heads_left_ = other.heads_left(), open_ = other.open_, required_ = other.required_;
+    other.close();
     return *this;
   }
   StepState& operator=(const StepState&) = delete;

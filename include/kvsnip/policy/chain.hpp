@@ -11,7 +11,7 @@
 
 namespace kvsnip {
 
-/// P's protection holds when the prompt is compacted, D's afterwards.
+/// P's protection holds when a prompt is compacted (and D's keep_prompt), D's afterwards.
 template <Policy P, Policy D>
   requires ScoresSlots<P>
 class Chain {
@@ -27,7 +27,10 @@ class Chain {
     return phase == Phase::decode ? hooks::evicts(decode_, phase) : hooks::evicts(prompt_, phase);
   }
   Protection protection(Phase phase) const {
-    return phase == Phase::decode ? hooks::protection(decode_, phase) : hooks::protection(prompt_, phase);
+    if (phase == Phase::decode) return hooks::protection(decode_, phase);
+    Protection p = hooks::protection(prompt_, phase);
+    p.keep_prompt |= hooks::protection(decode_, phase).keep_prompt;  // a later prompt must not undo it
+    return p;
   }
   Eviction eviction(Index budget) const { return hooks::eviction(decode_, budget); }
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) {
