@@ -39,7 +39,7 @@ Case make(const char* type, const kvsnip::Shape& shape, Index n, double gate, do
   auto out = std::make_shared<MatrixXf>(q->rows(), 1);
   // The step stays open, so that the same attention can run again and again: its kernel, without the step's end.
   c.run = [=, &threads] {
-    threads(step->shape().kv_heads, [&](Index h) { kvsnip::detail::attend_head(*step, h, *q, *out, /*end=*/false); });
+    threads(step->shape().kv_heads, [&](Index h) { kvsnip::detail::attend_head(*step, h, *q, *out, /*end_head=*/false); });
     use((*out)(0, 0));
     (void)cache;
   };

@@ -24,7 +24,9 @@
 #define KVSNIP_TEST_SANITIZER
 #endif
 #if defined(KVSNIP_TEST_SANITIZER)
-#include <sanitizer/allocator_interface.h>
+// Of <sanitizer/allocator_interface.h>, which GCC does not install.
+extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*malloc_hook)(const volatile void*, std::size_t),
+                                                         void (*free_hook)(const volatile void*));
 #endif
 
 namespace {

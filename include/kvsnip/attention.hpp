@@ -23,9 +23,9 @@ namespace detail {
 
 /// All queries of one kv_head, in tiles; the policy gets the rows it wants, in order.
 /// @param q, out  (query_heads * head_dim, queries)
-/// @param end     tell the policy; false leaves the step as it is, so that the kernel alone can be measured
+/// @param end_head  tell the policy; false leaves the step as it is, so that the kernel alone can be measured
 template <class Step, class Q, class Out>
-void attend_head(Step step, Index kv_head, const Q& q, Out& out, bool end = true) {
+void attend_head(Step step, Index kv_head, const Q& q, Out& out, bool end_head = true) {
   using T = typename Step::Scalar;
   const Index group = step.shape().group_size(), dim = step.shape().head_dim, slots = step.size(kv_head), queries = q.cols();
   const Index wanted = step.wanted_rows(), rows = group * dim;
@@ -50,7 +50,7 @@ void attend_head(Step step, Index kv_head, const Q& q, Out& out, bool end = true
     weighted_values(values, visible, dim, weights, visible, count * group, sums);
     for (Index j = 0; j < count; ++j) out.col(first + j).segment(kv_head * rows, rows) = Eigen::Map<Eigen::VectorXf>(sums + j * rows, rows);
     const Index unwanted = std::max<Index>(queries - wanted - first, 0);  // of this tile
-    if (end && unwanted < count) {
+    if (end_head && unwanted < count) {
       for (Index column = count * group - 1; visible < slots && column >= 0; --column) {  // widen the columns to all slots
         std::copy_backward(weights + column * visible, weights + (column + 1) * visible, weights + column * slots + visible);
         std::fill(weights + column * slots + visible, weights + (column + 1) * slots, 0.0f);
@@ -58,7 +58,7 @@ void attend_head(Step step, Index kv_head, const Q& q, Out& out, bool end = true
       step.accept(kv_head, weights + unwanted * group * slots, (count - unwanted) * group);
     }
   }
-  if (end && wanted == 0) step.done(kv_head);
+  if (end_head && wanted == 0) step.done(kv_head);
 }
 
 }  // namespace detail

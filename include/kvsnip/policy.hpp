@@ -11,6 +11,8 @@
 //   wanted_rows(step) -> Index                         default: all queries' rows if there is an observe, else none
 //   observe(kv_head, rows)                             attention weights arrived, in order, any number of calls
 //   wants_query_heads() -> bool                        default: no, the rows' mean over the query group is enough
+//   reserve(kv_head, num_slots)                        a kv_head will have so many slots: allocate now, so that the hooks
+//                                                      below need not (they must not throw)
 //   on_insert(kv_head, slot, slots)                    a token entered a slot; state of its predecessor is void
 //   on_gather(kv_head, kept)                           slots were compacted: new slot i was slot kept[i]
 //   on_prompt_end(kv_head)                             a prompt is over, compacted if it had to be: give memory back
@@ -156,6 +158,8 @@ concept ChoosesEviction = requires(const P& policy, Index budget) {
   { policy.eviction(budget) } -> std::same_as<Eviction>;
 };
 template <class P>
+concept ReservesState = requires(P& policy, Index kv_head, Index num_slots) { policy.reserve(kv_head, num_slots); };
+template <class P>
 concept TracksInserts = requires(P& policy, Index kv_head, Index slot, const SlotsView& slots) {
   policy.on_insert(kv_head, slot, slots);
 };
@@ -186,6 +190,7 @@ consteval bool all_recognised() {
   static_assert(!requires { &P::evicts; } || ChoosesPhases<P>, "a hook must be: bool evicts(Phase) const");
   static_assert(!requires { &P::protection; } || ProtectsSlots<P>, "a hook must be: Protection protection(Phase) const");
   static_assert(!requires { &P::eviction; } || ChoosesEviction<P>, "a hook must be: Eviction eviction(Index) const");
+  static_assert(!requires { &P::reserve; } || ReservesState<P>, "a hook must be: reserve(Index, Index)");
   static_assert(!requires { &P::on_insert; } || TracksInserts<P>, "a hook must be: on_insert(Index, Index, const SlotsView&)");
   static_assert(!requires { &P::on_gather; } || TracksGathers<P>, "a hook must be: on_gather(Index, std::span<const Index>)");
   static_assert(!requires { &P::on_prompt_end; } || TracksPrompts<P>, "a hook must be: on_prompt_end(Index)");
@@ -231,6 +236,10 @@ void score(P& policy, Index kv_head, const SlotsView& slots, std::span<float> ou
 template <Policy P>
 void observe(P& policy, Index kv_head, const AttentionRows& rows) {
   if constexpr (ObservesAttention<P>) policy.observe(kv_head, rows);
+}
+template <Policy P>
+void reserve(P& policy, Index kv_head, Index num_slots) {
+  if constexpr (ReservesState<P>) policy.reserve(kv_head, num_slots);
 }
 template <Policy P>
 void on_insert(P& policy, Index kv_head, Index slot, const SlotsView& slots) {

@@ -60,6 +60,7 @@ class AnyPolicy {
   bool wants_query_heads() const { return policy_->wants_query_heads(); }
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) { policy_->score(kv_head, slots, out); }
   void observe(Index kv_head, const AttentionRows& rows) { policy_->observe(kv_head, rows); }
+  void reserve(Index kv_head, Index num_slots) { policy_->reserve(kv_head, num_slots); }
   void on_insert(Index kv_head, Index slot, const SlotsView& slots) { policy_->on_insert(kv_head, slot, slots); }
   void on_gather(Index kv_head, std::span<const Index> kept) { policy_->on_gather(kv_head, kept); }
   void on_prompt_end(Index kv_head) { policy_->on_prompt_end(kv_head); }
@@ -86,6 +87,7 @@ class AnyPolicy {
     virtual bool wants_query_heads() const = 0;
     virtual void score(Index kv_head, const SlotsView&, std::span<float> out) = 0;
     virtual void observe(Index kv_head, const AttentionRows&) = 0;
+    virtual void reserve(Index kv_head, Index num_slots) = 0;
     virtual void on_insert(Index kv_head, Index slot, const SlotsView&) = 0;
     virtual void on_gather(Index kv_head, std::span<const Index> kept) = 0;
     virtual void on_prompt_end(Index kv_head) = 0;
@@ -104,6 +106,7 @@ class AnyPolicy {
     bool wants_query_heads() const override { return hooks::wants_query_heads(policy); }
     void score(Index kv_head, const SlotsView& slots, std::span<float> out) override { hooks::score(policy, kv_head, slots, out); }
     void observe(Index kv_head, const AttentionRows& rows) override { hooks::observe(policy, kv_head, rows); }
+    void reserve(Index kv_head, Index num_slots) override { hooks::reserve(policy, kv_head, num_slots); }
     void on_insert(Index kv_head, Index slot, const SlotsView& slots) override { hooks::on_insert(policy, kv_head, slot, slots); }
     void on_gather(Index kv_head, std::span<const Index> kept) override { hooks::on_gather(policy, kv_head, kept); }
     void on_prompt_end(Index kv_head) override { hooks::on_prompt_end(policy, kv_head); }

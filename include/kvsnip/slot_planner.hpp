@@ -10,7 +10,6 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
 #include <limits>
 #include <optional>
 #include <span>
@@ -89,6 +88,8 @@ class SlotPlanner {
     if (state_.is_open()) commit();  // a step that wanted nothing and was left without done
     const Index wanted_rows = std::clamp<Index>(hooks::wanted_rows(policy_, step), 0, num_tokens);
     for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
+    for (Index h = 0; h < shape_.kv_heads; ++h)
+      hooks::reserve(policy_, h, size(h) + num_tokens - static_cast<Index>(head(h).books.victims.size()));
     if constexpr (ObservesAttention<P> || TracksInserts<P>)
       if (step.phase != Phase::decode) saved_policy_ = policy_;
     // Nothing below throws.
@@ -180,8 +181,7 @@ class SlotPlanner {
   std::span<const Index> kept(Index kv_head) const { return head(kv_head).books.kept; }
   void commit() {
     for (Index h = 0; h < shape_.kv_heads; ++h) tell_policy(h);
-    // Nothing below throws: if the policy did, a prompt can still be abandoned.
-    for (Head& head : heads_) head.books.commit();
+    for (Head& head : heads_) head.books.commit();  // does not throw; if the policy did, a prompt can still be abandoned
     if (compacts_) scores_ = {};
     close();
   }
@@ -287,7 +287,7 @@ class SlotPlanner {
     const Index guess = sequence_.next_position - count;  // right if the newest positions have no gap: the usual case
     if (std::count_if(books.positions.begin(), books.positions.end(), [=](Index p) { return p >= guess; }) == count) return guess;
     newest_.assign(books.positions.begin(), books.positions.end());
-    std::nth_element(newest_.begin(), newest_.begin() + (count - 1), newest_.end(), std::greater<>());
+    std::nth_element(newest_.begin(), newest_.begin() + (count - 1), newest_.end(), [](Index a, Index b) { return a > b; });
     return newest_[static_cast<std::size_t>(count - 1)];
   }
 

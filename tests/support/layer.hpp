@@ -106,7 +106,9 @@ struct Promise {
 
 /// A policy with options small enough to reach every edge; a budget must be at least 12.
 struct PolicyCase {
-  std::string name, type;  ///< the storage type: "float", "half" or "bfloat16"
+  std::string name;
+  std::string type;  ///< the storage type: "float", "half" or "bfloat16"
+  std::string spec;  ///< the policy, as the registry writes it
   std::function<std::unique_ptr<Layer>(const Shape&, Index budget)> make;
   Promise promise;
 };

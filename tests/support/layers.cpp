@@ -84,8 +84,14 @@ class LayerOf final : public Layer {
 };
 
 template <class P>
-auto with_own_type(const P& policy) {
-  return [policy](const Shape& shape, Index budget) -> std::unique_ptr<Layer> { return std::make_unique<LayerOf<float, P>>(shape, budget, policy); };
+PolicyCase with_own_type(const std::string& name, const P& policy, const Promise& promise) {
+  return {name, "float", to_string(kvsnip::AnyPolicy(policy)),
+          [policy](const Shape& shape, Index budget) -> std::unique_ptr<Layer> { return std::make_unique<LayerOf<float, P>>(shape, budget, policy); },
+          promise};
+}
+PolicyCase behind_any_policy(const std::string& type, const kvsnip::AnyPolicy& policy, const Promise& promise) {
+  return {type + ", " + to_string(policy), type, to_string(policy),
+          [type, policy](const Shape& shape, Index budget) { return make_layer(type, policy, shape, budget); }, promise};
 }
 
 std::vector<PolicyCase> list_policies() {
@@ -98,37 +104,34 @@ std::vector<PolicyCase> list_policies() {
   const SnapKV snapkv_max{{.observation_window = 4, .pooling = SnapKV::Pooling::max, .pool_over = SnapKV::PoolOver::row, .group = SnapKV::Group::max}};
 
   const Promise keeps_all{.evicts_prompt = false, .evicts_decode = false};
+  const Promise keeps_newest{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1};
   const Promise keeps_recents{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4};
+  const Promise keeps_recents_in_bulk{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .drops_in_bulk = true};
   const Promise keeps_window{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5};
+  const Promise window_then_recents{.prompt_sinks = 1, .decode_sinks = 2, .kept_of_prompt = 5, .recent_window = 4};
+  const Promise newest_then_recents{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 4, .drops_in_bulk = true};
+
   std::vector<PolicyCase> policies{
-      {"Full", "float", with_own_type(Full{}), keeps_all},
-      {"StreamingLLM", "float", with_own_type(streaming_llm), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 0, .recent_window = 1}},
-      {"Scissorhands, fraction", "float", with_own_type(fraction), keeps_recents},
-      {"Scissorhands, count", "float", with_own_type(count), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .drops_in_bulk = true}},
-      {"SnapKV", "float", with_own_type(snapkv), keeps_window},
-      {"Chain<SnapKV, Scissorhands>", "float", with_own_type(Chain{snapkv, fraction}),
-       {.prompt_sinks = 1, .decode_sinks = 2, .kept_of_prompt = 5, .recent_window = 4}},
-      {"Chain<StreamingLLM, Scissorhands>", "float", with_own_type(Chain{streaming_llm, count}),
-       {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 0, .recent_window = 4, .drops_in_bulk = true}},
+      with_own_type("Full", Full{}, keeps_all),
+      with_own_type("StreamingLLM", streaming_llm, keeps_newest),
+      with_own_type("Scissorhands, fraction", fraction, keeps_recents),
+      with_own_type("Scissorhands, count", count, keeps_recents_in_bulk),
+      with_own_type("SnapKV", snapkv, keeps_window),
+      with_own_type("Chain<SnapKV, Scissorhands>", Chain{snapkv, fraction}, window_then_recents),
+      with_own_type("Chain<StreamingLLM, Scissorhands>", Chain{streaming_llm, count}, newest_then_recents),
   };
-  // Behind AnyPolicy, these and two more options' worth.
-  const auto own = policies;
-  const std::vector<std::pair<AnyPolicy, Promise>> erased{
-      {AnyPolicy(Full{}), own[0].promise},
-      {AnyPolicy(streaming_llm), own[1].promise},
-      {AnyPolicy(fraction), own[2].promise},
-      {AnyPolicy(sampled), {.kept_of_prompt = 0, .recent_window = 1}},
-      {AnyPolicy(count), own[3].promise},
-      {AnyPolicy(snapkv), own[4].promise},
-      {AnyPolicy(snapkv_max), {.evicts_decode = false, .kept_of_prompt = 4}},
-      {AnyPolicy(Chain{snapkv, fraction}), own[5].promise},
-      {AnyPolicy(Chain{streaming_llm, count}), own[6].promise},
-  };
-  for (const std::string type : {"float", "half", "bfloat16"})
-    for (const auto& [policy, promise] : erased)
-      policies.push_back({type + ", " + to_string(policy), type,
-                          [type, policy = policy](const Shape& shape, Index budget) { return make_layer(type, policy, shape, budget); },
-                          promise});
+  for (const std::string type : {"float", "half", "bfloat16"}) {
+    const auto add = [&](const auto& policy, const Promise& promise) { policies.push_back(behind_any_policy(type, AnyPolicy(policy), promise)); };
+    add(Full{}, keeps_all);
+    add(streaming_llm, keeps_newest);
+    add(fraction, keeps_recents);
+    add(sampled, {.recent_window = 1});
+    add(count, keeps_recents_in_bulk);
+    add(snapkv, keeps_window);
+    add(snapkv_max, {.evicts_decode = false, .kept_of_prompt = 4});
+    add(Chain{snapkv, fraction}, window_then_recents);
+    add(Chain{streaming_llm, count}, newest_then_recents);
+  }
   return policies;
 }
 

@@ -24,10 +24,14 @@ class BitHistory {
   /// How many of those marked it.
   Index marked(Index slot) const { return marked_[at(slot)]; }
 
+  /// Room for so many slots; geometric.
+  void reserve(Index num_slots) {
+    if (num_slots > capacity_) resize(std::max(num_slots, capacity_ + capacity_ / 2));
+  }
   /// A new token is in `slot`: it has seen nothing.
   void clear(Index slot) {
     num_slots_ = std::max(num_slots_, slot + 1);
-    if (num_slots_ > capacity_) resize(std::max(num_slots_, capacity_ + capacity_ / 2));
+    reserve(num_slots_);
     for (Index w = 0; w < num_words_; ++w) words_[at(w * capacity_ + slot)] = 0;
     marked_[at(slot)] = 0;
     born_[at(slot)] = num_rows_;

@@ -30,18 +30,6 @@ inline constexpr Index block_keys = 32;       // per stream: stay in cache while
 inline constexpr Index block_values = 64;     // likewise
 inline constexpr Index prefetch_bytes = 4096;  // ahead of the reader
 
-/// Call fn with head_dim as a compile-time constant where we have a fast path, else with 0.
-template <class Fn>
-void with_head_dim(Index head_dim, Fn fn) {
-  switch (head_dim) {
-    case 64: return fn(std::integral_constant<int, 64>{});
-    case 80: return fn(std::integral_constant<int, 80>{});
-    case 96: return fn(std::integral_constant<int, 96>{});
-    case 128: return fn(std::integral_constant<int, 128>{});
-    case 256: return fn(std::integral_constant<int, 256>{});
-    default: return fn(std::integral_constant<int, 0>{});
-  }
-}
 /// Call fn(first, constant) for the columns in tiles of 4 and a last one of 1 to 3.
 template <class Fn>
 void for_column_tiles(Index columns, Fn fn) {
@@ -53,10 +41,9 @@ void for_column_tiles(Index columns, Fn fn) {
 }
 
 /// sums (Keys, Columns row by row) = keys' q. @param q (head_dim, Columns)
-template <int Keys, int Columns, int Dim, class T>
-inline void logits_tile(const T* const (&keys)[Keys], const float* q, Index head_dim, float* sums) {
+template <int Keys, int Columns, class T>
+inline void logits_tile(const T* const (&keys)[Keys], const float* q, Index dim, float* sums) {
   namespace ei = Eigen::internal;
-  const Index dim = Dim > 0 ? Dim : head_dim;
   Packet sum[Keys * Columns];
   for (Packet& s : sum) s = ei::pset1<Packet>(0.0f);
   Index d = 0;
@@ -70,17 +57,15 @@ inline void logits_tile(const T* const (&keys)[Keys], const float* q, Index head
     }
   }
   add_lanes(sum, sums);
-  if constexpr (Dim == 0 || Dim % packet_size != 0)
-    for (; d < dim; ++d)
-      for (int k = 0; k < Keys; ++k)
-        for (int c = 0; c < Columns; ++c) sums[k * Columns + c] += to_float(keys[k][d]) * q[c * dim + d];
+  for (; d < dim; ++d)
+    for (int k = 0; k < Keys; ++k)
+      for (int c = 0; c < Columns; ++c) sums[k * Columns + c] += to_float(keys[k][d]) * q[c * dim + d];
 }
 
 /// Logits of `count` keys of each of two streams, `apart` slots apart. out (slots, Columns), columns `stride` apart.
-template <int Columns, int Dim, class T>
-void logits_of_streams(const T* keys, Index count, Index apart, Index head_dim, const float* q, float* out, Index stride) {
+template <int Columns, class T>
+void logits_of_streams(const T* keys, Index count, Index apart, Index dim, const float* q, float* out, Index stride) {
   constexpr int per_stream = Columns >= 3 ? 1 : Columns == 2 ? 2 : 4;
-  const Index dim = Dim > 0 ? Dim : head_dim;
   for (Index i = 0; i < count; i += per_stream) {
     const T* tile[2 * per_stream];
     for (int k = 0; k < per_stream; ++k) {
@@ -92,7 +77,7 @@ void logits_of_streams(const T* keys, Index count, Index apart, Index head_dim, 
       for (Index byte = 0; byte < dim * static_cast<Index>(sizeof(T)); byte += 64)
         Eigen::internal::prefetch(reinterpret_cast<const char*>(key) + prefetch_bytes + byte);
     alignas(64) float sums[2 * per_stream * Columns];
-    logits_tile<2 * per_stream, Columns, Dim>(tile, q, head_dim, sums);
+    logits_tile<2 * per_stream, Columns>(tile, q, dim, sums);
     for (int k = 0; k < per_stream; ++k) {
       const Index slot = std::min(i + k, count - 1);
       for (int c = 0; c < Columns; ++c) {
@@ -108,20 +93,17 @@ void logits_of_streams(const T* keys, Index count, Index apart, Index head_dim, 
 /// @param q     (head_dim, columns), scaled by 1 / sqrt(head_dim)
 template <class T>
 void logits(const T* keys, Index slots, Index head_dim, const float* q, Index columns, float* out) {
-  with_head_dim(head_dim, [&](auto constant) {
-    constexpr int Dim = decltype(constant)::value;
-    const Index half = slots / 2;
-    for (Index first = 0; first < half; first += block_keys)
-      for_column_tiles(columns, [&](Index column, auto width) {
-        logits_of_streams<decltype(width)::value, Dim>(keys + first * head_dim, std::min(block_keys, half - first), half, head_dim,
-                                                       q + column * head_dim, out + column * slots + first, slots);
-      });
-    if (slots % 2 == 1)  // the one beyond both streams
-      for (Index column = 0; column < columns; ++column) {
-        const T* const last[1] = {keys + (slots - 1) * head_dim};
-        logits_tile<1, 1, Dim>(last, q + column * head_dim, head_dim, out + column * slots + slots - 1);
-      }
-  });
+  const Index half = slots / 2;
+  for (Index first = 0; first < half; first += block_keys)
+    for_column_tiles(columns, [&](Index column, auto width) {
+      logits_of_streams<decltype(width)::value>(keys + first * head_dim, std::min(block_keys, half - first), half, head_dim,
+                                                q + column * head_dim, out + column * slots + first, slots);
+    });
+  if (slots % 2 == 1)  // the one beyond both streams
+    for (Index column = 0; column < columns; ++column) {
+      const T* const last[1] = {keys + (slots - 1) * head_dim};
+      logits_tile<1, 1>(last, q + column * head_dim, head_dim, out + column * slots + slots - 1);
+    }
 }
 
 /// The logit of a slot that a query cannot see. Finite: builds with -ffast-math have no infinity.
@@ -180,17 +162,15 @@ inline void values_tile(const T* values, Index slots, Index dim, const float* we
 }
 
 /// The same for all of head_dim, a block of slots.
-template <int Columns, int Dim, class T>
-void values_block(const T* values, Index slots, Index head_dim, const float* weights, Index stride, float* out) {
+template <int Columns, class T>
+void values_block(const T* values, Index slots, Index dim, const float* weights, Index stride, float* out) {
   constexpr int wide = Columns >= 3 ? 2 : Columns == 2 ? 4 : 8;
-  const Index dim = Dim > 0 ? Dim : head_dim;
   Index d = 0;
   for (; d + wide * packet_size <= dim; d += wide * packet_size) values_tile<Columns, wide>(values, slots, dim, weights, stride, d, out);
   for (; d + packet_size <= dim; d += packet_size) values_tile<Columns, 1>(values, slots, dim, weights, stride, d, out);
-  if constexpr (Dim == 0 || Dim % packet_size != 0)
-    for (; d < dim; ++d)
-      for (int c = 0; c < Columns; ++c)
-        for (Index slot = 0; slot < slots; ++slot) out[c * dim + d] += weights[c * stride + slot] * to_float(values[slot * dim + d]);
+  for (; d < dim; ++d)
+    for (int c = 0; c < Columns; ++c)
+      for (Index slot = 0; slot < slots; ++slot) out[c * dim + d] += weights[c * stride + slot] * to_float(values[slot * dim + d]);
 }
 
 /// out (head_dim, columns) = values weights.
@@ -199,14 +179,11 @@ void values_block(const T* values, Index slots, Index head_dim, const float* wei
 template <class T>
 void weighted_values(const T* values, Index slots, Index head_dim, const float* weights, Index stride, Index columns, float* out) {
   std::fill_n(out, head_dim * columns, 0.0f);
-  with_head_dim(head_dim, [&](auto constant) {
-    constexpr int Dim = decltype(constant)::value;
-    for (Index first = 0; first < slots; first += block_values)
-      for_column_tiles(columns, [&](Index column, auto width) {
-        values_block<decltype(width)::value, Dim>(values + first * head_dim, std::min(block_values, slots - first), head_dim,
-                                                  weights + column * stride + first, stride, out + column * head_dim);
-      });
-  });
+  for (Index first = 0; first < slots; first += block_values)
+    for_column_tiles(columns, [&](Index column, auto width) {
+      values_block<decltype(width)::value>(values + first * head_dim, std::min(block_values, slots - first), head_dim,
+                                           weights + column * stride + first, stride, out + column * head_dim);
+    });
 }
 
 /// Attention weights of consecutive queries of one kv_head.

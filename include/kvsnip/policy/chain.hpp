@@ -50,6 +50,10 @@ class Chain {
     if (const AttentionRows p = share(prompt_rows(step)); p.num_queries() > 0) hooks::observe(prompt_, kv_head, p);
     if (const AttentionRows d = share(hooks::wanted_rows(decode_, step)); d.num_queries() > 0) hooks::observe(decode_, kv_head, d);
   }
+  void reserve(Index kv_head, Index num_slots) {
+    hooks::reserve(prompt_, kv_head, num_slots);
+    hooks::reserve(decode_, kv_head, num_slots);
+  }
   void on_insert(Index kv_head, Index slot, const SlotsView& slots) {
     hooks::on_insert(prompt_, kv_head, slot, slots);
     hooks::on_insert(decode_, kv_head, slot, slots);

@@ -107,6 +107,7 @@ class Scissorhands {
     }
   }
 
+  void reserve(Index kv_head, Index num_slots) { histories_[static_cast<std::size_t>(kv_head)].reserve(num_slots); }
   void on_insert(Index kv_head, Index slot, const SlotsView&) { histories_[static_cast<std::size_t>(kv_head)].clear(slot); }
   void on_gather(Index kv_head, std::span<const Index> kept) { histories_[static_cast<std::size_t>(kv_head)].gather(kept); }
   void on_prompt_end(Index kv_head) { histories_[static_cast<std::size_t>(kv_head)].shrink(); }
