@@ -146,6 +146,29 @@ TEST_CASE("A step that wants nothing does not keep its cache from being copied",
   CHECK(copy.keys(1) == cache.keys(1));
 }
 
+TEST_CASE("A handle of a step that is over stays so when the next step opens", "[kv_cache]") {
+  const Eigen::MatrixXf k = Eigen::MatrixXf::Ones(6, 1);
+  Cache cache = make_cache();
+  std::vector<Cache::Step> over{cache.update(k, k)};
+  over.back().abandon();
+  for (int step = 0; step < 4; ++step) {
+    const Cache::Step open = cache.update(k, k);
+    for (Cache::Step& old : over) {
+      CHECK_THROWS_AS(old.keys(0), std::logic_error);
+      CHECK_THROWS_AS(old.values(0), std::logic_error);
+      CHECK_THROWS_AS(old.positions(0), std::logic_error);
+      CHECK_THROWS_AS(old.size(0), std::logic_error);
+      CHECK_THROWS_AS(old.wants_attention(), std::logic_error);
+      CHECK_THROWS_AS(old.on_attention(0, Eigen::MatrixXf::Ones(cache.size(0), 2)), std::logic_error);
+      CHECK_THROWS_AS(old.done(0), std::logic_error);
+      CHECK_THROWS_AS(old.abandon(), std::logic_error);
+    }
+    over.push_back(open);
+    for (Index h = 0; h < shape.kv_heads; ++h) over.back().on_attention(h, Eigen::MatrixXf::Ones(cache.size(h), 2));
+  }
+  CHECK(cache.tokens_seen() == 4);
+}
+
 TEST_CASE("A step of what a cache was before an assignment is stale", "[kv_cache]") {
   const Eigen::MatrixXf k = Eigen::MatrixXf::Ones(6, 1);
   Cache cache = make_cache();
@@ -433,7 +456,6 @@ TEST_CASE("A kv_head out of range is refused wherever one is asked for", "[kv_ca
     CHECK_THROWS_AS(step.positions(bad), std::invalid_argument);
     CHECK_THROWS_AS(step.new_slots(bad), std::invalid_argument);
     CHECK_THROWS_AS(step.done(bad), std::invalid_argument);
-    CHECK_THROWS_AS(step.on_queries(bad, Eigen::MatrixXf::Ones(3, 2)), std::invalid_argument);
     CHECK(says(message_of([&] { step.on_attention(bad, Eigen::MatrixXf::Ones(6, 2)); }), {"kv_head", std::to_string(bad)}));
   }
 }

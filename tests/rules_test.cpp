@@ -737,40 +737,34 @@ TEST_CASE("Rule 11: a step that wants nothing takes any call as done", "[rules]"
   CHECK(layer->size(1) == 8);
 }
 
-TEST_CASE("Rule 11: a stale step refuses every call", "[rules]") {
-  using Cache = kvsnip::KVCache<float, Scissorhands>;
-  const Eigen::MatrixXf k = Eigen::MatrixXf::Ones(2, 1);
-  Cache cache(one_head, 20);
-  const auto refused = [&](Cache::Step step) {
-    CHECK_THROWS_AS(step.keys(0), std::logic_error);
-    CHECK_THROWS_AS(step.values(0), std::logic_error);
-    CHECK_THROWS_AS(step.positions(0), std::logic_error);
-    CHECK_THROWS_AS(step.new_slots(0), std::logic_error);
-    CHECK_THROWS_AS(step.size(0), std::logic_error);
-    CHECK_THROWS_AS(step.phase(), std::logic_error);
-    CHECK_THROWS_AS(step.num_queries(), std::logic_error);
-    CHECK_THROWS_AS(step.first_position(), std::logic_error);
-    CHECK_THROWS_AS(step.wanted_rows(), std::logic_error);
-    CHECK_THROWS_AS(step.on_attention(0, Eigen::MatrixXf::Ones(cache.size(0), 1)), std::logic_error);
-    CHECK_THROWS_AS(step.on_queries(0, k), std::logic_error);
-    CHECK_THROWS_AS(step.done(0), std::logic_error);
-    CHECK_THROWS_AS(step.abandon(), std::logic_error);
+TEST_CASE("Rule 11: a step that is over refuses every call", "[rules]") {
+  const auto layer = make_layer("float", "scissorhands", one_head, 20);
+  const auto refused = [&] {
+    Eigen::MatrixXf one(2, 1), weight(1, 1);
+    one.setOnes(), weight.setOnes();
+    CHECK_THROWS_AS(layer->phase(), std::logic_error);
+    CHECK_THROWS_AS(layer->num_queries(), std::logic_error);
+    CHECK_THROWS_AS(layer->first_position(), std::logic_error);
+    CHECK_THROWS_AS(layer->wanted_rows(), std::logic_error);
+    CHECK_THROWS_AS(layer->step_size(0), std::logic_error);
+    CHECK_THROWS_AS(layer->step_positions(0), std::logic_error);
+    CHECK_THROWS_AS(layer->new_slots(0), std::logic_error);
+    CHECK_THROWS_AS(layer->attend(one, one), std::logic_error);
+    CHECK_THROWS_AS(layer->on_attention(0, weight), std::logic_error);
+    CHECK_THROWS_AS(layer->on_queries(0, one), std::logic_error);
+    CHECK_THROWS_AS(layer->done(0), std::logic_error);
+    CHECK_THROWS_AS(layer->abandon(), std::logic_error);
   };
-  const auto end = [&](Cache::Step step) { step.on_attention(0, Eigen::MatrixXf::Ones(step.size(0), 1)); };
-  const Cache::Step ended = cache.update(k, k);
-  end(ended);
-  refused(ended);
-  Cache::Step abandoned = cache.update(k, k);
-  refused(ended);  // also while another is open
-  abandoned.abandon();
-  refused(abandoned);
-  const Cache::Step forgotten = cache.update(k, k);
-  cache.reset();
-  refused(forgotten);
-  const Cache::Step next = cache.update(k, k);
-  refused(forgotten);
-  end(next);
-  CHECK(cache.tokens_seen() == 1);
+  give(*layer, 1);  // has ended
+  refused();
+  append(*layer, 1);
+  layer->abandon();
+  refused();
+  append(*layer, 1);
+  layer->reset();
+  refused();
+  give(*layer, 1);
+  CHECK(layer->tokens_seen() == 1);
 }
 
 // --- 13

@@ -149,7 +149,7 @@ class KVCache {
     detail::require(k.rows() == rows, "update: k must have kv_heads * head_dim = ", rows, " rows, got ", k.rows());
     detail::require(v.rows() == rows, "update: v must have kv_heads * head_dim = ", rows, " rows, got ", v.rows());
     detail::require(k.cols() == v.cols(), "update: k and v must have one column per token, got ", k.cols(), " and ", v.cols());
-    const Index first = options.first_position >= 0 ? options.first_position : planner_.next_position();
+    const Index first = options.first_position >= 0 ? std::min(options.first_position, unlimited_budget) : planner_.next_position();
     for (Index t = 0; t < k.cols(); ++t) {
       check_column(k.col(t).data(), rows, first + t, "k");
       check_column(v.col(t).data(), rows, first + t, "v");

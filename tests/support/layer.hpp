@@ -69,6 +69,8 @@ class Layer {
   virtual Index step_size(Index kv_head) const = 0;
   virtual std::vector<Index> step_positions(Index kv_head) const = 0;
   virtual std::vector<Index> new_slots(Index kv_head) const = 0;
+  virtual Index num_queries() const = 0;
+  virtual Index first_position() const = 0;
   virtual Index wanted_rows() const = 0;
   virtual void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for = serially) = 0;
   virtual void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) = 0;
@@ -112,7 +114,8 @@ struct PolicyCase {
   std::function<std::unique_ptr<Layer>(const Shape&, Index budget)> make;
   Promise promise;
 };
-/// Every policy: its own type with float, and behind AnyPolicy with every storage type.
+/// Every policy behind AnyPolicy, with every storage type; and of its own type with float, where that makes the cache another one:
+/// a policy that scores nothing, that observes nothing, that needs every hook, and a chain.
 const std::vector<PolicyCase>& all_policies();
 
 /// Whether two caches hold the same tokens in the same slots, bit for bit.

@@ -66,6 +66,8 @@ class LayerOf final : public Layer {
   Index step_size(Index kv_head) const override { return step_->size(kv_head); }
   std::vector<Index> step_positions(Index kv_head) const override { return list(step_->positions(kv_head)); }
   std::vector<Index> new_slots(Index kv_head) const override { return list(step_->new_slots(kv_head)); }
+  Index num_queries() const override { return step_->num_queries(); }
+  Index first_position() const override { return step_->first_position(); }
   Index wanted_rows() const override { return step_->wanted_rows(); }
   void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for) override {
     kvsnip::attend(*step_, q, out, parallel_for);
@@ -116,9 +118,7 @@ std::vector<PolicyCase> list_policies() {
       with_own_type("StreamingLLM", streaming_llm, keeps_newest),
       with_own_type("Scissorhands, fraction", fraction, keeps_recents),
       with_own_type("Scissorhands, count", count, keeps_recents_in_bulk),
-      with_own_type("SnapKV", snapkv, keeps_window),
       with_own_type("Chain<SnapKV, Scissorhands>", Chain{snapkv, fraction}, window_then_recents),
-      with_own_type("Chain<StreamingLLM, Scissorhands>", Chain{streaming_llm, count}, newest_then_recents),
   };
   for (const std::string type : {"float", "half", "bfloat16"}) {
     const auto add = [&](const auto& policy, const Promise& promise) { policies.push_back(behind_any_policy(type, AnyPolicy(policy), promise)); };

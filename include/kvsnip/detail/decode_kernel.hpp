@@ -99,11 +99,11 @@ void logits(const T* keys, Index slots, Index head_dim, const float* q, Index co
       logits_of_streams<decltype(width)::value>(keys + first * head_dim, std::min(block_keys, half - first), half, head_dim,
                                                 q + column * head_dim, out + column * slots + first, slots);
     });
-  if (slots % 2 == 1)  // the one beyond both streams
-    for (Index column = 0; column < columns; ++column) {
-      const T* const last[1] = {keys + (slots - 1) * head_dim};
-      logits_tile<1, 1>(last, q + column * head_dim, head_dim, out + column * slots + slots - 1);
-    }
+  if (slots % 2 == 1)  // the one beyond both streams, by the same tile: equal keys get equal logits to the bit
+    for_column_tiles(columns, [&](Index column, auto width) {
+      logits_of_streams<decltype(width)::value>(keys + (slots - 1) * head_dim, 1, 0, head_dim, q + column * head_dim,
+                                                out + column * slots + slots - 1, slots);
+    });
 }
 
 /// The logit of a slot that a query cannot see. Finite: builds with -ffast-math have no infinity.

@@ -75,7 +75,10 @@ class SnapKV {
     if (std::exchange(votes.prompt_start, rows.step.prompt_start) != rows.step.prompt_start) votes.rows.clear();
     const AttentionRows::Weights& weights = wants_query_heads() ? rows.per_query_head : rows.mean;
     const Index columns = weights.cols() / rows.num_queries();
-    for (Index j = 0; j < rows.num_queries(); ++j) votes.rows.emplace_back(weights.middleCols(j * columns, columns));
+    for (Index j = 0; j < rows.num_queries(); ++j) {
+      votes.rows.emplace_back(static_cast<std::size_t>(weights.rows() * columns));
+      Eigen::Map<Eigen::MatrixXf>(votes.rows.back().data(), weights.rows(), columns) = weights.middleCols(j * columns, columns);
+    }
     const Index excess = static_cast<Index>(votes.rows.size()) - options_.observation_window;
     if (excess > 0) votes.rows.erase(votes.rows.begin(), votes.rows.begin() + excess);
   }
@@ -93,12 +96,15 @@ class SnapKV {
   }
 
   void on_prompt_end(Index kv_head) { votes_[static_cast<std::size_t>(kv_head)] = {}; }
-  void reset(const Shape& shape) { votes_.assign(static_cast<std::size_t>(shape.kv_heads), {}); }
+  void reset(const Shape& shape) {
+    votes_.assign(static_cast<std::size_t>(shape.kv_heads), {});
+    group_size_ = shape.group_size();
+  }
   Index bytes() const {
     Index bytes = detail::heap_bytes(votes_);
     for (const Votes& votes : votes_) {
       bytes += detail::heap_bytes(votes.rows);
-      for (const Eigen::MatrixXf& row : votes.rows) bytes += row.size() * static_cast<Index>(sizeof(float));
+      for (const std::vector<float>& row : votes.rows) bytes += detail::heap_bytes(row);
     }
     return bytes;
   }
@@ -106,15 +112,18 @@ class SnapKV {
  private:
   struct Votes {
     Index prompt_start = -1;
-    std::vector<Eigen::MatrixXf> rows;  // of the prompt's last queries so far, (slots, 1 or group_size) each
+    std::vector<std::vector<float>> rows;  // of the prompt's last queries so far, (slots, 1 or group_size) each
   };
 
   static Index position(const SlotsView& slots, Index slot) { return slots.positions[static_cast<std::size_t>(slot)]; }
   /// (slots) Sum over the window's rows, then over the group. Rows of earlier chunks are shorter: later slots got nothing.
   Eigen::ArrayXf sum_of_votes(Index kv_head, Index num_slots) const {
-    const std::vector<Eigen::MatrixXf>& votes = votes_[static_cast<std::size_t>(kv_head)].rows;
-    Eigen::ArrayXXf sum = Eigen::ArrayXXf::Zero(num_slots, votes.empty() ? 1 : votes.front().cols());
-    for (const Eigen::MatrixXf& row : votes) sum.topRows(row.rows()) += row.array();
+    const Index columns = wants_query_heads() ? group_size_ : 1;
+    Eigen::ArrayXXf sum = Eigen::ArrayXXf::Zero(num_slots, columns);
+    for (const std::vector<float>& row : votes_[static_cast<std::size_t>(kv_head)].rows) {
+      const Index slots = static_cast<Index>(row.size()) / columns;
+      sum.topRows(slots) += Eigen::Map<const Eigen::ArrayXXf>(row.data(), slots, columns);
+    }
     return sum.rowwise().maxCoeff();
   }
   float pool(const Eigen::ArrayXf& sum, const std::vector<Index>& by_position, Index i, Index pooled) const {
@@ -129,6 +138,7 @@ class SnapKV {
   }
 
   SnapKVOptions options_;
+  Index group_size_ = 1;
   std::vector<Votes> votes_;  // (kv_heads)
 };
 static_assert(Policy<SnapKV> && ScoresSlots<SnapKV> && ObservesAttention<SnapKV> && ChoosesRows<SnapKV> && ChoosesPhases<SnapKV> &&
