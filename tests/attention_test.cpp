@@ -161,17 +161,16 @@ TEST_CASE("A decoded token's attention is the double-precision softmax's for eve
   const std::vector<Index> lengths{0, 1, 2, 7, 14, 15, 16, 17, 62, 63, 64, 65, 126, 127, 128, 129, 251, 509};  // slots before it
   std::size_t turn = 0;
   for (const Index dim : {1, 3, 8, 64, 80, 96, 128, 256})
-    for (const Index group : {1, 2, 7, 8})
-      for (const Index rows : {0, 1}) {
-        const Index length = lengths[turn % lengths.size()];
-        turn += 5;
-        CAPTURE(type, dim, group, rows, length);
-        Random random(turn);
-        Recording cache(type, {.query_heads = 2 * group, .kv_heads = 2, .head_dim = dim}, rows);
-        if (length > 0) cache.append(random.matrix(2 * dim, length));
-        check_update(cache, 1, random);
-        check_update(cache, 1, random);
-      }
+    for (const Index group : {1, 2, 7, 8}) {
+      const Index length = lengths[turn % lengths.size()], rows = static_cast<Index>(turn % 2);
+      turn += 5;
+      CAPTURE(type, dim, group, rows, length);
+      Random random(turn);
+      Recording cache(type, {.query_heads = 2 * group, .kv_heads = 2, .head_dim = dim}, rows);
+      if (length > 0) cache.append(random.matrix(2 * dim, length));
+      check_update(cache, 1, random);
+      check_update(cache, 1, random);
+    }
 }
 
 TEST_CASE("Several decoded tokens see the past and each other causally", "[attention]") {
