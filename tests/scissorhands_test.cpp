@@ -2,6 +2,8 @@
 
 #include "reference/scissorhands.hpp"
 
+#include <algorithm>
+#include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
 #include <kvsnip/policy/scissorhands.hpp>
 #include <map>
@@ -268,4 +270,21 @@ TEST_CASE("Scissorhands refuses a prompt to be kept that leaves the recent windo
   CHECK_THROWS_AS(cache.update(too_long, too_long), std::invalid_argument);
   CHECK(cache.tokens_seen() == 0);
   CHECK(cache.update(fits, fits).size(0) == 11);
+}
+
+TEST_CASE("A second long prompt leaves the kept slots in ascending position, though decoding had shuffled them") {
+  kvsnip::KVCache<float, kvsnip::Scissorhands> cache({.query_heads = 2, .kv_heads = 1, .head_dim = 4}, /*budget=*/24,
+                                                     kvsnip::Scissorhands{{.recent_window = 2, .num_sinks = 1, .drop = 3}});
+  const auto feed = [&](kvsnip::Index tokens) {
+    const Eigen::MatrixXf k = Eigen::MatrixXf::Random(4, tokens), q = Eigen::MatrixXf::Random(8, tokens);
+    Eigen::MatrixXf out(8, tokens);
+    kvsnip::attend(cache.update(k, k), q, out);
+    return std::is_sorted(cache.positions(0).begin(), cache.positions(0).end());
+  };
+  CHECK(feed(40));
+  bool sorted = true;
+  for (int token = 0; token < 30; ++token) sorted = feed(1);
+  CHECK_FALSE(sorted);
+  CHECK(feed(30));
+  CHECK(cache.size(0) == 24);
 }

@@ -276,7 +276,7 @@ struct Witness {
   void on_gather(Index kv_head, std::span<const Index> kept) { note("gather", kv_head, std::ssize(kept)); }
   void reset(const Shape&) {}
   void note(const char* hook, Index kv_head, Index number) {
-    if (kv_head == 0) log->push_back(hook + (" " + std::to_string(number)));
+    if (kv_head == 0) log->push_back(std::string(hook).append(" ").append(std::to_string(number)));
   }
 };
 
