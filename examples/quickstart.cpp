@@ -1,4 +1,4 @@
-// A layer's cache with a budget: 4,096 tokens go by, 1,024 are kept, and the output stays close to full attention.
+// A layer's cache with a budget: 4,096 tokens go by and 1,024 are kept, the attention sinks among them.
 #include <fmt/core.h>
 
 #include <kvsnip/kvsnip.hpp>

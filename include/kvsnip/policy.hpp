@@ -57,7 +57,6 @@ struct StepInfo {
   Phase phase = Phase::decode;
   Index first_position = 0;  ///< of the first new token; the others follow without a gap
   Index num_queries = 0;     ///< new tokens
-  Index prompt_start = 0;    ///< first position of the prompt that this update begins, continues or closes
 
   constexpr Index last_position() const { return first_position + num_queries - 1; }
 };

@@ -81,7 +81,7 @@ class SlotPlanner {
                     ", where the sequence ended, got ", options.first_position);
     detail::require(first <= unlimited_budget - num_tokens, "update: positions must stay below 2^61, got ", first, " + ", num_tokens);
 
-    const StepInfo step{phase_of(num_tokens, options.more), first, num_tokens, sequence_.in_series ? sequence_.prompt_start : first};
+    const StepInfo step{phase_of(num_tokens, options.more), first, num_tokens};
     const detail::Sequence next = sequence_.after(step, options.more);
     if (next.first_prompt_end != sequence_.first_prompt_end) require_room_for_kept_prompt(next);
     const bool compacts = step.phase == Phase::long_prompt && !options.more && over_budget(num_tokens);

@@ -9,7 +9,6 @@ struct Sequence {
   Index start = 0;             ///< its first position
   Index next_position = 0;     ///< where it ended
   Index tokens_seen = 0;
-  Index prompt_start = 0;      ///< of the prompt that the last update belonged to
   Index first_prompt_end = 0;  ///< the first prompt is [start, first_prompt_end)
   bool in_first_prompt = true;
   bool in_series = false;      ///< a `more` series goes on
@@ -23,7 +22,6 @@ struct Sequence {
       next.first_prompt_end = next.next_position;
       next.in_first_prompt = more || next.tokens_seen == 0;
     }
-    next.prompt_start = step.prompt_start;
     next.in_series = more;
     return next;
   }

@@ -11,7 +11,6 @@
 #include <limits>
 #include <numeric>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "kvsnip/detail/aligned_array.hpp"
@@ -72,15 +71,14 @@ class SnapKV {
 
   void observe(Index kv_head, const AttentionRows& rows) {
     Votes& votes = votes_[static_cast<std::size_t>(kv_head)];
-    if (std::exchange(votes.prompt_start, rows.step.prompt_start) != rows.step.prompt_start) votes.rows.clear();
     const AttentionRows::Weights& weights = wants_query_heads() ? rows.per_query_head : rows.mean;
     const Index columns = weights.cols() / rows.num_queries();
     for (Index j = 0; j < rows.num_queries(); ++j) {
-      votes.rows.emplace_back(static_cast<std::size_t>(weights.rows() * columns));
-      Eigen::Map<Eigen::MatrixXf>(votes.rows.back().data(), weights.rows(), columns) = weights.middleCols(j * columns, columns);
+      votes.emplace_back(static_cast<std::size_t>(weights.rows() * columns));
+      Eigen::Map<Eigen::MatrixXf>(votes.back().data(), weights.rows(), columns) = weights.middleCols(j * columns, columns);
     }
-    const Index excess = static_cast<Index>(votes.rows.size()) - options_.observation_window;
-    if (excess > 0) votes.rows.erase(votes.rows.begin(), votes.rows.begin() + excess);
+    const Index excess = static_cast<Index>(votes.size()) - options_.observation_window;
+    if (excess > 0) votes.erase(votes.begin(), votes.begin() + excess);
   }
 
   /// Pooled votes of the window's queries; the window itself is protected. Neighbours are by position, whatever the slots.
@@ -103,24 +101,21 @@ class SnapKV {
   Index bytes() const {
     Index bytes = detail::heap_bytes(votes_);
     for (const Votes& votes : votes_) {
-      bytes += detail::heap_bytes(votes.rows);
-      for (const std::vector<float>& row : votes.rows) bytes += detail::heap_bytes(row);
+      bytes += detail::heap_bytes(votes);
+      for (const std::vector<float>& row : votes) bytes += detail::heap_bytes(row);
     }
     return bytes;
   }
 
  private:
-  struct Votes {
-    Index prompt_start = -1;
-    std::vector<std::vector<float>> rows;  // of the prompt's last queries so far, (slots, 1 or group_size) each
-  };
+  using Votes = std::vector<std::vector<float>>;  // of the prompt's last queries so far, (slots, 1 or group_size) each
 
   static Index position(const SlotsView& slots, Index slot) { return slots.positions[static_cast<std::size_t>(slot)]; }
   /// (slots) Sum over the window's rows, then over the group. Rows of earlier chunks are shorter: later slots got nothing.
   Eigen::ArrayXf sum_of_votes(Index kv_head, Index num_slots) const {
     const Index columns = wants_query_heads() ? group_size_ : 1;
     Eigen::ArrayXXf sum = Eigen::ArrayXXf::Zero(num_slots, columns);
-    for (const std::vector<float>& row : votes_[static_cast<std::size_t>(kv_head)].rows) {
+    for (const std::vector<float>& row : votes_[static_cast<std::size_t>(kv_head)]) {
       const Index slots = static_cast<Index>(row.size()) / columns;
       sum.topRows(slots) += Eigen::Map<const Eigen::ArrayXXf>(row.data(), slots, columns);
     }
