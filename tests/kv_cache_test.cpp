@@ -531,3 +531,15 @@ TEST_CASE("Whatever is called in whatever order, a call works or is refused, and
     }
   }
 }
+
+TEST_CASE("Queries are refused once a head has had a piece of its rows, and nothing changes", "[kv_cache]") {
+  Cache cache(shape, 48);
+  const Eigen::MatrixXf k = Eigen::MatrixXf::Ones(6, 40), q = Eigen::MatrixXf::Ones(3, 80), weights = Eigen::MatrixXf::Ones(40, 80);
+  Cache::Step step = cache.update(k, k);
+  REQUIRE(step.wanted_rows() == 40);  // more than are computed at once
+  step.on_attention(0, weights.leftCols(8));
+  CHECK_THROWS_AS(step.on_queries(0, q), std::logic_error);
+  CHECK_NOTHROW(step.on_attention(0, weights.rightCols(72)));
+  CHECK_NOTHROW(step.on_queries(1, q));
+  CHECK(cache.tokens_seen() == 40);
+}

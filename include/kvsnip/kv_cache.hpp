@@ -286,6 +286,7 @@ class KVCache<T, P>::Step {
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) {
     const Index group = shape().group_size(), dim = shape().head_dim, rows = wanted_rows(), slots = size(kv_head);
     if (rows == 0) return done(kv_head);
+    detail::require_state(open().rows_left(kv_head) == rows, "on_queries: kv_head ", kv_head, " has had some of its rows already");
     detail::require(q.rows() == dim && q.cols() == rows * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted_rows * group_size = ",
                     dim, " x ", rows * group, ", got ", q.rows(), " x ", q.cols());
     for (Index j = 0; j < q.cols(); ++j)

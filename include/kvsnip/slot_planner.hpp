@@ -115,6 +115,7 @@ class SlotPlanner {
   bool compacts() const { return compacts_; }
   /// The policy wants the weights of the last so many queries.
   Index wanted_rows() const { return wanted_rows_; }
+  Index rows_left(Index kv_head) const { return open_head(kv_head).rows.left(); }
   /// The slot of each new token, in order.
   std::span<const Index> new_slots(Index kv_head) const { return head(kv_head).books.new_slots; }
   /// Slots in use before the step.
