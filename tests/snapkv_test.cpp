@@ -2,6 +2,8 @@
 
 #include "reference/snapkv.hpp"
 
+#include <algorithm>
+#include <cstdlib>
 #include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
 #include <kvsnip/policy/snapkv.hpp>
@@ -251,4 +253,30 @@ TEST_CASE("SnapKV refuses a budget that leaves the prefix nothing, or the sinks 
   CHECK_THROWS_AS(Cache<float>(shape, 11, policy_of({.observation_window = 8, .num_sinks = 4})), std::invalid_argument);
   CHECK(Cache<float>(shape, 9, policy_of({.observation_window = 8})).budget() == 9);
   CHECK(Cache<float>(shape, 12, policy_of({.observation_window = 8, .num_sinks = 4})).budget() == 12);
+}
+
+TEST_CASE("SnapKV forgets the votes of an earlier prompt that fitted, however it came") {
+  for (int seed = 0; seed < 20; ++seed) {
+    CAPTURE(seed);
+    std::srand(static_cast<unsigned>(seed));
+    const auto make = [] {
+      return kvsnip::KVCache<float, kvsnip::SnapKV>({.query_heads = 1, .kv_heads = 1, .head_dim = 4}, /*budget=*/24,
+                                                    kvsnip::SnapKV{{.observation_window = 8, .kernel_size = 1}});
+    };
+    auto in_chunks = make(), at_once = make();  // only the first is asked for its rows: more might have followed
+    const auto feed = [](auto& cache, const Eigen::MatrixXf& k, bool more) {
+      Eigen::MatrixXf out(4, k.cols());
+      kvsnip::attend(cache.update(k, k, {.more = more}), k, out);
+    };
+    const Eigen::MatrixXf first = 3.0f * Eigen::MatrixXf::Random(4, 22), second = 3.0f * Eigen::MatrixXf::Random(4, 5);
+    feed(in_chunks, first, true);
+    feed(in_chunks, Eigen::MatrixXf(4, 0), false);
+    feed(at_once, first, false);
+    for (auto* cache : {&in_chunks, &at_once}) {  // five tokens: fewer rows than the window has room for
+      feed(*cache, second.leftCols(3), true);
+      feed(*cache, second.rightCols(2), false);
+      REQUIRE(cache->size(0) == 24);
+    }
+    CHECK(std::equal(in_chunks.positions(0).begin(), in_chunks.positions(0).end(), at_once.positions(0).begin()));
+  }
 }
