@@ -18,7 +18,9 @@
 namespace {
 
 using kvsnip::AttentionRows;
+using kvsnip::ColumnSums;
 using kvsnip::Index;
+using kvsnip::Phase;
 using kvsnip::Shape;
 using kvsnip::SlotsView;
 using kvsnip::StepInfo;
@@ -32,12 +34,21 @@ struct Recorded {
   Index first_position = -1, num_queries = 0;
   bool in_order = true;
   Eigen::MatrixXf mean, per_query_head;
+  Eigen::VectorXf column_sums;
 };
 
-/// Wants the last `rows` queries of every update and writes down what it is told. Evicts the oldest.
+/// Wants the last `rows` queries of every update, and column sums if so asked, and writes down what it is told. Evicts the
+/// oldest.
 class Recorder {
  public:
-  Recorder(Index rows, std::vector<Recorded>* log) : rows_(rows), log_(log) {}
+  Recorder(Index rows, bool sums, std::vector<Recorded>* log) : rows_(rows), sums_(sums), log_(log) {}
+
+  bool wants_column_sums(const StepInfo&) const { return sums_; }
+  void observe_column_sums(Index kv_head, const ColumnSums& sums) {
+    Recorded& head = (*log_)[static_cast<std::size_t>(kv_head)];
+    head.in_order = head.in_order && head.column_sums.size() == 0;  // once
+    head.column_sums = Eigen::Map<const Eigen::VectorXf>(sums.sums.data(), static_cast<Index>(sums.sums.size()));
+  }
 
   Index wanted_rows(const StepInfo& step) const { return std::min(rows_, step.num_queries); }
   bool wants_query_heads() const { return true; }
@@ -60,14 +71,15 @@ class Recorder {
     whole.rightCols(piece.cols()) = piece;
   }
   Index rows_;
+  bool sums_;
   std::vector<Recorded>* log_;  // by kv_head; the test's
 };
 
 /// A cache with a Recorder, the tokens it is given, and what they attend to.
 class Recording {
  public:
-  Recording(const std::string& type, const Shape& shape, Index rows, Index budget = 100000)
-      : cache_(test::make_layer(type, kvsnip::AnyPolicy(Recorder(rows, &log_)), shape, budget)) {}
+  Recording(const std::string& type, const Shape& shape, Index rows, Index budget = 100000, bool sums = false)
+      : sums_(sums), cache_(test::make_layer(type, kvsnip::AnyPolicy(Recorder(rows, sums, &log_)), shape, budget)) {}
 
   const Shape& shape() const { return cache_->shape(); }
   Index tokens_seen() const { return cache_->tokens_seen(); }
@@ -80,12 +92,13 @@ class Recording {
     std::vector<std::vector<Index>> positions;
     std::vector<Eigen::MatrixXd> keys, values;
     Index wanted_rows = 0;
+    bool wanted_sums = false;
   };
   Result update(const Eigen::MatrixXf& k, const Eigen::MatrixXf& v, const Eigen::MatrixXf& q) {
     log_.assign(log_.size(), {});
     cache_->update(k, v);
     Result result;
-    result.wanted_rows = cache_->wanted_rows();
+    result.wanted_rows = cache_->wanted_rows(), result.wanted_sums = wants_sums(cache_->phase());
     for (Index h = 0; h < shape().kv_heads; ++h) {
       result.positions.push_back(cache_->step_positions(h));
       result.keys.push_back(cache_->keys(h).cast<double>());
@@ -102,8 +115,25 @@ class Recording {
       cache_->on_attention(h, Eigen::MatrixXf::Zero(cache_->step_size(h), wanted * shape().group_size()));
   }
 
+  /// A prompt's step wants them.
+  bool wants_sums(Phase phase) const { return sums_ && phase != Phase::decode; }
+  /// The same update, ended by on_queries. @return what was told of each kv_head
+  std::vector<Recorded> weigh(const Eigen::MatrixXf& k, const Eigen::MatrixXf& q) {
+    log_.assign(log_.size(), {});
+    cache_->update(k, k);
+    const Index queries = wants_sums(cache_->phase()) ? k.cols() : cache_->wanted_rows(), group = shape().group_size(), dim = shape().head_dim;
+    for (Index h = 0; h < shape().kv_heads; ++h) {
+      Eigen::MatrixXf wanted(dim, queries * group);
+      for (Index j = 0; j < queries; ++j)
+        for (Index g = 0; g < group; ++g) wanted.col(j * group + g) = q.col(q.cols() - queries + j).segment((h * group + g) * dim, dim);
+      cache_->on_queries(h, wanted);
+    }
+    return log_;
+  }
+
  private:
   std::vector<Recorded> log_;
+  bool sums_;
   std::unique_ptr<test::Layer> cache_;
 };
 
@@ -125,6 +155,7 @@ void check_update(Recording& cache, Index count, Random& random) {
     CHECK(recorded.num_queries == wanted);
     if (wanted > 0) REQUIRE((recorded.in_order && recorded.first_position == first + count - wanted));
     Eigen::MatrixXd mean = Eigen::MatrixXd::Zero(result.keys[at].cols(), wanted), weights(mean.rows(), wanted * group);
+    Eigen::VectorXd sums = Eigen::VectorXd::Zero(mean.rows());
     for (Index g = 0; g < group; ++g) {
       CAPTURE(h, g, first, count);
       const Index row = (h * group + g) * dim;
@@ -132,10 +163,13 @@ void check_update(Recording& cache, Index count, Random& random) {
           reference::attend(q.middleRows(row, dim).cast<double>(), first, result.keys[at], result.values[at], result.positions[at]);
       CHECK(test::largest_difference(result.out.middleRows(row, dim), expected.out) <= test::tolerance<float> * expected.out.cwiseAbs().maxCoeff());
       mean += expected.weights.rightCols(wanted) / static_cast<double>(group);
+      sums += expected.weights.rowwise().sum() / static_cast<double>(group);
       for (Index j = 0; j < wanted; ++j) weights.col(j * group + g) = expected.weights.col(count - wanted + j);
     }
     if (wanted > 0) CHECK(test::largest_difference(recorded.per_query_head, weights) <= test::tolerance<float>);
     if (wanted > 0) CHECK(test::largest_difference(recorded.mean, mean) <= test::tolerance<float>);
+    REQUIRE(recorded.column_sums.size() == (result.wanted_sums ? sums.size() : 0));
+    if (result.wanted_sums) CHECK(test::largest_difference(recorded.column_sums, sums) <= test::tolerance<float> * sums.maxCoeff());
   }
 }
 
@@ -154,6 +188,61 @@ TEST_CASE("A prompt's attention is the double-precision softmax's for every head
       Recording cache(type, {.query_heads = 2 * group, .kv_heads = 2, .head_dim = dim}, rows);
       check_update(cache, length, random);
     }
+}
+
+// The prefill kernel goes by blocks of 144 slots, panels of 2 packets of columns, tiles of queries.
+TEST_CASE("A long prompt's attention is the double-precision softmax's whatever blocks and tiles it falls into", "[attention]") {
+  const std::string type = GENERATE(from_range(storage_types));
+  const Index group = GENERATE(1, 3, 4);
+  const std::vector<Index> wanted{0, 1, 50, all};
+  std::size_t turn = static_cast<std::size_t>(group);
+  for (const Index length : {143, 144, 145, 289, 331}) {
+    const Index rows = wanted[turn++ % wanted.size()];
+    const bool sums = turn % 3 != 0;
+    CAPTURE(type, group, length, rows, sums);
+    Random random(turn);
+    Recording cache(type, {.query_heads = 2 * group, .kv_heads = 2, .head_dim = 20}, rows, 100, sums);
+    check_update(cache, length, random);
+    check_update(cache, 1, random);
+    check_update(cache, length - 100, random);
+  }
+}
+
+TEST_CASE("What the policy wants does not change a bit of the output", "[attention]") {
+  const std::string type = GENERATE(from_range(storage_types));
+  const Shape shape{.query_heads = 6, .kv_heads = 2, .head_dim = 12};
+  Random random(31);
+  const Eigen::MatrixXf k = random.matrix(24, 2201), q = random.matrix(72, 2201);
+  const auto run = [&](Index rows, bool sums) {
+    Recording cache(type, shape, rows, 100000, sums);
+    Eigen::MatrixXf out(72, 2201);
+    for (const auto& [first, count] : {std::pair<Index, Index>{0, 300}, {300, 1899}, {2199, 1}, {2200, 1}})
+      out.middleCols(first, count) = cache.update(k.middleCols(first, count), k.middleCols(first, count), q.middleCols(first, count)).out;
+    return out;
+  };
+  const Eigen::MatrixXf expected = run(0, false);
+  for (const Index rows : {Index{0}, Index{1}, Index{70}, all}) CHECK(test::same_bits(run(rows, rows != 1), expected));
+}
+
+TEST_CASE("Queries alone give the weights that attend gives, to the bit", "[attention]") {
+  const std::string type = GENERATE(from_range(storage_types));
+  const Index rows = GENERATE(Index{0}, Index{3}, Index{40}, all);
+  const bool sums = GENERATE(false, true);
+  const Shape shape{.query_heads = 8, .kv_heads = 2, .head_dim = 20};
+  Recording attended(type, shape, rows, 150, sums), weighed(type, shape, rows, 150, sums);
+  Random random(17);
+  for (const Index count : {300, 1, 2, 9, 151, 1}) {
+    CAPTURE(type, rows, sums, count);
+    const Eigen::MatrixXf k = random.matrix(40, count), q = random.matrix(160, count);
+    const std::vector<Recorded> log = weighed.weigh(k, q);
+    (void)attended.update(k, k, q);
+    for (Index h = 0; h < 2; ++h) {
+      const Recorded &a = attended.recorded(h), &b = log[static_cast<std::size_t>(h)];
+      CHECK((a.num_queries == b.num_queries && a.first_position == b.first_position && a.column_sums.size() == b.column_sums.size()));
+      CHECK(test::same_bits(a.per_query_head, b.per_query_head));
+      CHECK(test::same_bits(a.column_sums, b.column_sums));
+    }
+  }
 }
 
 TEST_CASE("A decoded token's attention is the double-precision softmax's for every head_dim, group and length", "[attention]") {
@@ -240,14 +329,13 @@ TEST_CASE("The largest accepted keys, values and queries give finite outputs", "
 
 TEST_CASE("Executors do not change a bit of the output", "[attention]") {
   const Shape shape{.query_heads = 10, .kv_heads = 5, .head_dim = 17};
-  const test::Tokens tokens(shape, 100, 4);
+  const test::Tokens tokens(shape, 2100, 4);  // more than a part of the slots, and than a tile of queries
   const std::string type = GENERATE(from_range(storage_types));
   const auto run = [&](const test::ParallelFor& parallel_for) {
-    const auto cache = test::make_layer(type, "full", shape, 1);
-    Eigen::MatrixXf out(tokens.q.rows(), 100);
-    out.leftCols(70) = cache->feed(tokens, 0, 70, {}, parallel_for);
-    out.middleCols(70, 29) = cache->feed(tokens, 70, 29, {}, parallel_for);
-    out.rightCols(1) = cache->feed(tokens, 99, 1, {}, parallel_for);
+    const auto cache = test::make_layer(type, "scissorhands", shape, 2099);
+    Eigen::MatrixXf out(tokens.q.rows(), 2100);
+    for (const auto& [first, count] : {std::pair<Index, Index>{0, 70}, {70, 2000}, {2070, 28}, {2098, 1}, {2099, 1}})
+      out.middleCols(first, count) = cache->feed(tokens, first, count, {}, parallel_for);
     return out;
   };
   const Eigen::MatrixXf expected = run(test::serially);

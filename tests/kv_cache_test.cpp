@@ -543,3 +543,87 @@ TEST_CASE("Queries are refused once a head has had a piece of its rows, and noth
   CHECK_NOTHROW(step.on_queries(1, q));
   CHECK(cache.tokens_seen() == 40);
 }
+
+// --- Column sums
+
+namespace {
+
+/// Wants a prompt's column sums and its last row, and keeps what it is told.
+class Summing {
+ public:
+  Index wanted_rows(const kvsnip::StepInfo& step) const { return std::min<Index>(1, step.num_queries); }
+  void observe(Index kv_head, const kvsnip::AttentionRows&) { ++rows_[static_cast<std::size_t>(kv_head)]; }
+  bool wants_column_sums(const kvsnip::StepInfo&) const { return true; }
+  void observe_column_sums(Index kv_head, const kvsnip::ColumnSums& sums) {
+    std::vector<float>& kept = sums_[static_cast<std::size_t>(kv_head)];
+    kept.assign(sums.sums.begin(), sums.sums.end());
+  }
+  void score(Index kv_head, const kvsnip::SlotsView& slots, std::span<float> out) const {
+    for (std::size_t slot = 0; slot < out.size(); ++slot) out[slot] = slot < sums(kv_head).size() ? sums(kv_head)[slot] : static_cast<float>(slots.positions[slot]);
+  }
+  void on_gather(Index kv_head, std::span<const Index>) { sums_[static_cast<std::size_t>(kv_head)].clear(); }
+  void reset(const Shape& s) { sums_.assign(static_cast<std::size_t>(s.kv_heads), {}), rows_.assign(sums_.size(), 0); }
+
+  const std::vector<float>& sums(Index kv_head) const { return sums_[static_cast<std::size_t>(kv_head)]; }
+  int rows(Index kv_head) const { return rows_[static_cast<std::size_t>(kv_head)]; }
+
+ private:
+  std::vector<std::vector<float>> sums_;
+  std::vector<int> rows_;
+};
+struct ForgotTheQuestion {
+  void observe_column_sums(Index, const kvsnip::ColumnSums&) {}
+};
+static_assert(kvsnip::ObservesColumnSums<Summing> && !kvsnip::ObservesColumnSums<Scissorhands> && !kvsnip::ObservesColumnSums<ForgotTheQuestion>);
+
+}  // namespace
+
+TEST_CASE("Column sums come from engines per query head, before or after the rows, and the last of what is wanted ends the head", "[kv_cache]") {
+  const Tokens tokens(shape, 6, 1);
+  const bool rows_first = GENERATE(false, true);
+  KVCache<float, Summing> cache(shape, 4);
+  auto step = cache.update(tokens.k.leftCols(5), tokens.v.leftCols(5));
+  CHECK((step.wants_column_sums() && step.wanted_rows() == 1));
+  Eigen::MatrixXf sums(5, 2);
+  sums << 1, 3, 5, 5, 0, 1, 0.25, 0.25, 2, 0;
+  const Eigen::MatrixXf row = Eigen::MatrixXf::Constant(5, 2, 0.2f);
+  for (Index h = 0; h < 2; ++h) {
+    if (rows_first) step.on_attention(h, row);
+    CHECK_THROWS_AS(step.done(h), std::logic_error);
+    CHECK_THROWS_AS(cache.update(tokens.k.rightCols(1), tokens.v.rightCols(1)), std::logic_error);
+    CHECK(says(message_of([&] { step.on_column_sums(h, sums.topRows(4)); }), {"on_column_sums", "5 x 2", "4 x 2"}));
+    CHECK(says(message_of([&] { step.on_column_sums(h, sums.leftCols(1)); }), {"on_column_sums", "5 x 2", "5 x 1"}));
+    CHECK(says(message_of([&] { step.on_column_sums(h, -sums); }), {"on_column_sums", "finite and >= 0", std::to_string(h)}));
+    CHECK_THROWS_AS(step.on_column_sums(2, sums), std::invalid_argument);
+    step.on_column_sums(h, sums);
+    if (h == 0 || !rows_first) CHECK(cache.policy().sums(h) == std::vector<float>{2, 5, 0.5f, 0.25f, 1});
+    if (h == 0 || !rows_first) CHECK_THROWS_AS(step.on_column_sums(h, sums), std::logic_error);
+    if (!rows_first) step.on_attention(h, row);
+    CHECK_THROWS_AS(step.on_attention(h, row), std::logic_error);
+  }
+  CHECK(cache.size(0) == 4);  // the prompt was cut by its sums
+  CHECK(std::ranges::equal(cache.positions(1), Positions{0, 1, 2, 4}));
+  CHECK_FALSE(cache.update(tokens.k.rightCols(1), tokens.v.rightCols(1)).wants_column_sums());  // never while decoding
+}
+
+TEST_CASE("An abandoned prompt's column sums are forgotten", "[kv_cache]") {
+  const Tokens tokens(shape, 9, 1);
+  KVCache<float, Summing> cache(shape, 20);
+  auto step = cache.update(tokens.k.leftCols(5), tokens.v.leftCols(5));
+  step.on_column_sums(0, Eigen::MatrixXf::Ones(5, 2));
+  CHECK(cache.policy().sums(0).size() == 5);
+  step.abandon();
+  CHECK(cache.policy().sums(0).empty());
+  CHECK(cache.tokens_seen() == 0);
+}
+
+TEST_CASE("A chunk of no token wants no column sums", "[kv_cache]") {
+  const Tokens tokens(shape, 9, 1);
+  KVCache<float, Summing> cache(shape, 4);
+  auto step = cache.update(tokens.k.leftCols(5), tokens.v.leftCols(5), {.more = true});
+  for (Index h = 0; h < 2; ++h) step.on_column_sums(h, Eigen::MatrixXf::Ones(5, 2)), step.on_attention(h, Eigen::MatrixXf::Ones(5, 2));
+  auto close = cache.update(tokens.k.leftCols(0), tokens.v.leftCols(0));
+  CHECK_FALSE(close.wants_column_sums());
+  for (Index h = 0; h < 2; ++h) close.done(h);
+  CHECK(cache.size(0) == 4);
+}

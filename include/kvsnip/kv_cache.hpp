@@ -22,7 +22,7 @@
 
 #include "kvsnip/detail/aligned_array.hpp"
 #include "kvsnip/detail/convert.hpp"
-#include "kvsnip/detail/decode_kernel.hpp"
+#include "kvsnip/detail/step_attention.hpp"
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/policy.hpp"
 #include "kvsnip/slot_planner.hpp"
@@ -269,6 +269,8 @@ class KVCache<T, P>::Step {
   /// The policy wants the weights of the last so many queries of the step, of every kv_head.
   Index wanted_rows() const { return open().wanted_rows(); }
   bool wants_attention() const { return wanted_rows() > 0; }
+  /// The policy wants the sums over all of a prompt's queries as well: on_column_sums.
+  bool wants_column_sums() const { return open().wants_column_sums(); }
 
   /// End a kv_head: its attention has run, these are the weights.
   /// @param weights  (size, queries * group_size), post-softmax, >= 0, finite; column j * group_size + g is query j, g-th
@@ -281,31 +283,26 @@ class KVCache<T, P>::Step {
     (void)open();
     finish_if(cache_->planner_.on_attention(kv_head, {weights.data(), weights.rows(), weights.cols(), Eigen::OuterStride<>(weights.outerStride())}));
   }
+  /// The weights of a kv_head summed over all of the step's queries, before or after its rows; the last of what is wanted
+  /// ends the head. @param sums  (size, group_size), one column a query head of the group
+  void on_column_sums(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& sums) {
+    (void)open();
+    finish_if(cache_->planner_.on_column_sums(kv_head, {sums.data(), sums.rows(), sums.cols(), Eigen::OuterStride<>(sums.outerStride())}));
+  }
   /// End a kv_head whose kernel yields no weights: they are computed again from the queries and the stored keys.
-  /// @param q  (head_dim, wanted_rows() * group_size), after RoPE, unscaled, columns ordered as in on_attention
+  /// @param q  (head_dim, queries * group_size), after RoPE, unscaled, columns ordered as in on_attention: the last
+  ///           wanted_rows() queries, or all if column sums are wanted
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) {
-    const Index group = shape().group_size(), dim = shape().head_dim, rows = wanted_rows(), slots = size(kv_head);
+    const Index group = shape().group_size(), dim = shape().head_dim, rows = wants_column_sums() ? num_queries() : wanted_rows();
     if (rows == 0) return done(kv_head);
-    detail::require_state(open().rows_left(kv_head) == rows, "on_queries: kv_head ", kv_head, " has had some of its rows already");
-    detail::require(q.rows() == dim && q.cols() == rows * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted_rows * group_size = ",
+    detail::require_state(open().rows_left(kv_head) == wanted_rows(), "on_queries: kv_head ", kv_head, " has had some of its rows already");
+    detail::require(q.rows() == dim && q.cols() == rows * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted queries * group_size = ",
                     dim, " x ", rows * group, ", got ", q.rows(), " x ", q.cols());
     for (Index j = 0; j < q.cols(); ++j)
       detail::require(detail::all_within(q.col(j).data(), dim, detail::max_magnitude<float>()), "on_queries: q must be finite and at most ",
                       detail::max_magnitude<float>(), " in magnitude, not so for kv_head ", kv_head, ", query at position ",
                       first_position() + num_queries() - rows + j / group);
-    // In tiles, so that a long prompt's rows are never all in memory.
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-    const std::span<const Index> new_tokens = new_slots(kv_head).last(static_cast<std::size_t>(rows));
-    const Index tile = std::min(rows, detail::tile_queries);
-    float* scaled = detail::thread_scratch(tile * group * (dim + slots));
-    float* weights = scaled + tile * group * dim;
-    for (Index first = 0; first < rows; first += tile) {
-      const Index columns = std::min(tile, rows - first) * group;
-      Eigen::Map<Eigen::MatrixXf>(scaled, dim, columns) = q.middleCols(first * group, columns) * scale;
-      const auto later = new_tokens.subspan(static_cast<std::size_t>(first + 1));
-      detail::attention_weights(keys(kv_head).data(), slots, dim, scaled, columns / group, group, later, weights);
-      accept(kv_head, weights, columns);
-    }
+    detail::weigh_queries(*this, kv_head, q);
   }
   /// End a kv_head of which nothing is wanted. May be left out, unless the step is an over-long prompt.
   void done(Index kv_head) {
@@ -325,6 +322,8 @@ class KVCache<T, P>::Step {
     const Index slots = size(kv_head);
     finish_if(cache_->planner_.accept(kv_head, {weights, slots, columns, Eigen::OuterStride<>(slots)}));
   }
+  /// Likewise. @param mean  (size) over the group
+  void accept_column_sums(Index kv_head, const float* mean) { finish_if(cache_->planner_.accept_column_sums(kv_head, mean)); }
 
  private:
   friend class KVCache;

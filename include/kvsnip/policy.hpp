@@ -10,6 +10,8 @@
 //   eviction(budget) -> Eviction                       default: one victim at a time
 //   wanted_rows(step) -> Index                         default: all queries' rows if there is an observe, else none
 //   observe(kv_head, rows)                             attention weights arrived, in order, any number of calls
+//   wants_column_sums(step) -> bool                    default: no. Of a prompt: the sum over its queries, instead of rows
+//   observe_column_sums(kv_head, sums)                 they arrived, once a prompt update
 //   wants_query_heads() -> bool                        default: no, the rows' mean over the query group is enough
 //   reserve(kv_head, num_slots)                        a kv_head will have so many slots: allocate now, so that the hooks
 //                                                      below need not (they must not throw)
@@ -130,12 +132,25 @@ struct AttentionRows {
   }
 };
 
+/// What a prompt update's queries together gave each slot of one kv_head: the attention weights summed over the queries,
+/// mean over the query group.
+struct ColumnSums {
+  std::span<const float> sums;       ///< (slots)
+  StepInfo step;                     ///< the update they belong to
+  std::span<const Index> positions;  ///< (slots)
+};
+
 template <class P>
 concept ScoresSlots = requires(P& policy, Index kv_head, const SlotsView& slots, std::span<float> out) {
   policy.score(kv_head, slots, out);
 };
 template <class P>
 concept ObservesAttention = requires(P& policy, Index kv_head, const AttentionRows& rows) { policy.observe(kv_head, rows); };
+template <class P>
+concept ObservesColumnSums = requires(P& policy, Index kv_head, const StepInfo& step, const ColumnSums& sums) {
+  { policy.wants_column_sums(step) } -> std::same_as<bool>;
+  policy.observe_column_sums(kv_head, sums);
+};
 template <class P>
 concept ChoosesRows = requires(const P& policy, const StepInfo& step) {
   { policy.wanted_rows(step) } -> std::same_as<Index>;
@@ -175,7 +190,7 @@ concept CountsBytes = requires(const P& policy) {
 
 /// A policy: copyable, and one that remembers attention can forget it.
 template <class P>
-concept Policy = std::copyable<P> && (!ObservesAttention<P> || HasReset<P>) && (!ChoosesRows<P> || ObservesAttention<P>);
+concept Policy = std::copyable<P> && (!(ObservesAttention<P> || ObservesColumnSums<P>) || HasReset<P>) && (!ChoosesRows<P> || ObservesAttention<P>);
 
 namespace hooks {
 
@@ -184,6 +199,8 @@ template <class P>
 consteval bool all_recognised() {
   static_assert(!requires { &P::score; } || ScoresSlots<P>, "a hook must be: score(Index, const SlotsView&, std::span<float>)");
   static_assert(!requires { &P::observe; } || ObservesAttention<P>, "a hook must be: observe(Index, const AttentionRows&)");
+  static_assert(!requires { &P::wants_column_sums; } || ObservesColumnSums<P>, "hooks must be: bool wants_column_sums(const StepInfo&) const, and observe_column_sums(Index, const ColumnSums&)");
+  static_assert(!requires { &P::observe_column_sums; } || ObservesColumnSums<P>, "a hook needs another: bool wants_column_sums(const StepInfo&) const");
   static_assert(!requires { &P::wanted_rows; } || ChoosesRows<P>, "a hook must be: Index wanted_rows(const StepInfo&) const");
   static_assert(!requires { &P::wants_query_heads; } || WantsQueryHeads<P>, "a hook must be: bool wants_query_heads() const");
   static_assert(!requires { &P::evicts; } || ChoosesPhases<P>, "a hook must be: bool evicts(Phase) const");
@@ -222,6 +239,15 @@ template <Policy P>
 Index wanted_rows(const P& policy, const StepInfo& step) {
   if constexpr (ChoosesRows<P>) return policy.wanted_rows(step);
   else return ObservesAttention<P> ? step.num_queries : 0;
+}
+template <Policy P>
+bool wants_column_sums(const P& policy, const StepInfo& step) {
+  if constexpr (ObservesColumnSums<P>) return step.phase != Phase::decode && step.num_queries > 0 && policy.wants_column_sums(step);
+  else return false;
+}
+template <Policy P>
+void observe_column_sums(P& policy, Index kv_head, const ColumnSums& sums) {
+  if constexpr (ObservesColumnSums<P>) policy.observe_column_sums(kv_head, sums);
 }
 template <Policy P>
 bool wants_query_heads(const P& policy) {

@@ -57,6 +57,8 @@ class AnyPolicy {
   Protection protection(Phase phase) const { return policy_->protection(phase); }
   Eviction eviction(Index budget) const { return policy_->eviction(budget); }
   Index wanted_rows(const StepInfo& step) const { return policy_->wanted_rows(step); }
+  bool wants_column_sums(const StepInfo& step) const { return policy_->wants_column_sums(step); }
+  void observe_column_sums(Index kv_head, const ColumnSums& sums) { policy_->observe_column_sums(kv_head, sums); }
   bool wants_query_heads() const { return policy_->wants_query_heads(); }
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) { policy_->score(kv_head, slots, out); }
   void observe(Index kv_head, const AttentionRows& rows) { policy_->observe(kv_head, rows); }
@@ -84,6 +86,8 @@ class AnyPolicy {
     virtual Protection protection(Phase) const = 0;
     virtual Eviction eviction(Index budget) const = 0;
     virtual Index wanted_rows(const StepInfo&) const = 0;
+    virtual bool wants_column_sums(const StepInfo&) const = 0;
+    virtual void observe_column_sums(Index kv_head, const ColumnSums&) = 0;
     virtual bool wants_query_heads() const = 0;
     virtual void score(Index kv_head, const SlotsView&, std::span<float> out) = 0;
     virtual void observe(Index kv_head, const AttentionRows&) = 0;
@@ -103,6 +107,8 @@ class AnyPolicy {
     Protection protection(Phase phase) const override { return hooks::protection(policy, phase); }
     Eviction eviction(Index budget) const override { return hooks::eviction(policy, budget); }
     Index wanted_rows(const StepInfo& step) const override { return hooks::wanted_rows(policy, step); }
+    bool wants_column_sums(const StepInfo& step) const override { return hooks::wants_column_sums(policy, step); }
+    void observe_column_sums(Index kv_head, const ColumnSums& sums) override { hooks::observe_column_sums(policy, kv_head, sums); }
     bool wants_query_heads() const override { return hooks::wants_query_heads(policy); }
     void score(Index kv_head, const SlotsView& slots, std::span<float> out) override { hooks::score(policy, kv_head, slots, out); }
     void observe(Index kv_head, const AttentionRows& rows) override { hooks::observe(policy, kv_head, rows); }

@@ -10,7 +10,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <span>
 #include <utility>
@@ -87,34 +86,36 @@ class SlotPlanner {
     const bool compacts = step.phase == Phase::long_prompt && !options.more && over_budget(num_tokens);
     if (state_.is_open()) commit();  // a step that wanted nothing and was left without done
     const Index wanted_rows = std::clamp<Index>(hooks::wanted_rows(policy_, step), 0, num_tokens);
+    const bool wants_sums = hooks::wants_column_sums(policy_, step);
     for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
     for (Index h = 0; h < shape_.kv_heads; ++h)
       hooks::reserve(policy_, h, size(h) + num_tokens - static_cast<Index>(head(h).books.victims.size()));
-    if constexpr (ObservesAttention<P> || TracksInserts<P>)
+    if constexpr (ObservesAttention<P> || ObservesColumnSums<P> || TracksInserts<P>)
       if (step.phase != Phase::decode) saved_policy_ = policy_;
     // Nothing below throws.
-    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts, wanted_rows_ = wanted_rows;
+    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts, wanted_rows_ = wanted_rows, wants_sums_ = wants_sums;
     for (Head& head : heads_) {
       head.books.place(first, num_tokens);
-      head.rows.begin(wanted_rows_);
+      head.rows.begin(wanted_rows_, wants_sums_);
       head.inserted = head.ended = false;
     }
-    state_.open(shape_.kv_heads, compacts_ || wanted_rows_ > 0);
+    state_.open(shape_.kv_heads, compacts_ || wants_sums_ || wanted_rows_ > 0);
   }
 
   // --- the open step; different kv_heads may be served from different threads
   const StepInfo& step() const { return step_; }
   /// No head has been told anything yet.
   bool is_untouched() const {
-    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.left() == wanted_rows_; });
+    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.left() == wanted_rows_ && head.rows.sums_left() == wants_sums_; });
   }
   /// The number of the open step; none is used twice.
   std::uint64_t step_id() const { return state_.id(); }
   bool is_open() const { return state_.is_open(); }
   /// Whether the step's end cuts a prompt to the budget.
   bool compacts() const { return compacts_; }
-  /// The policy wants the weights of the last so many queries.
+  /// The policy wants the weights of the last so many queries; of a prompt perhaps also the sums of all queries'.
   Index wanted_rows() const { return wanted_rows_; }
+  bool wants_column_sums() const { return wants_sums_; }
   Index rows_left(Index kv_head) const { return open_head(kv_head).rows.left(); }
   /// The slot of each new token, in order.
   std::span<const Index> new_slots(Index kv_head) const { return head(kv_head).books.new_slots; }
@@ -154,12 +155,29 @@ class SlotPlanner {
                                                      weights, first, step_, head.books.positions});
       head.rows.skip(mean.cols());
     }
-    return head.rows.left() == 0 && end(head);
+    return head.rows.is_complete() && end(head);
   }
-  /// End a kv_head of which no rows are wanted. @return whether the step's last head ended
+  /// The weights of one kv_head summed over all queries of the step: (size, group_size), a query head a column.
+  /// @return whether the step's last head ended
+  bool on_column_sums(Index kv_head, const Weights& sums) {
+    const Index slots = open_head(kv_head).books.size(), group = shape_.group_size();
+    detail::require(sums.rows() == slots && sums.cols() == group, "on_column_sums: sums of kv_head ", kv_head, " must be slots x group_size = ",
+                    slots, " x ", group, ", got ", sums.rows(), " x ", sums.cols());
+    detail::require(detail::first_bad_column(sums) < 0, "on_column_sums: sums must be finite and >= 0, not so for kv_head ", kv_head);
+    return accept_column_sums(kv_head, detail::mean_over_group(sums, group).data());
+  }
+  /// Likewise. @param mean  (size) over the group
+  bool accept_column_sums(Index kv_head, const float* mean) {
+    detail::require_state(open_head(kv_head).rows.sums_left(), "on_column_sums: no more are wanted of kv_head ", kv_head);
+    Head& head = head_at(kv_head);
+    insert_new(kv_head);
+    hooks::observe_column_sums(policy_, kv_head, ColumnSums{{mean, head.books.positions.size()}, step_, head.books.positions});
+    head.rows.sums_came();
+    return head.rows.is_complete() && end(head);
+  }
+  /// End a kv_head of which nothing is wanted. @return whether the step's last head ended
   bool done(Index kv_head) {
-    detail::require_state(open_head(kv_head).rows.left() == 0, "done: the policy wants the weights of kv_head ", kv_head,
-                          ": call on_attention or on_queries");
+    detail::require_state(open_head(kv_head).rows.is_complete(), "done: the policy wants weights of kv_head ", kv_head, ": give them");
     if (step_.phase != Phase::decode) insert_new(kv_head);
     return end(head_at(kv_head));
   }
@@ -281,25 +299,16 @@ class SlotPlanner {
   // --- protection
   /// An update of c tokens protects those c and the newest recent_window - c held.
   static Index held_recents(const Protection& p, Index num_tokens) { return std::max<Index>(p.recent_window - num_tokens, 0); }
-  /// The position from which on the `count` newest slots are.
-  Index newest_from(const detail::HeadBooks& books, Index count) {
-    if (count <= 0) return std::numeric_limits<Index>::max();
-    if (count >= books.size()) return std::numeric_limits<Index>::min();
-    const Index guess = sequence_.next_position - count;  // right if the newest positions have no gap: the usual case
-    if (std::count_if(books.positions.begin(), books.positions.end(), [=](Index p) { return p >= guess; }) == count) return guess;
-    newest_.assign(books.positions.begin(), books.positions.end());
-    std::nth_element(newest_.begin(), newest_.begin() + (count - 1), newest_.end(), [](Index a, Index b) { return a > b; });
-    return newest_[static_cast<std::size_t>(count - 1)];
-  }
+  Index newest_from(const detail::HeadBooks& books, Index count) { return detail::newest_from(books.positions, count, sequence_.next_position, newest_); }
 
   // --- choices
   void score(Index kv_head, Phase phase) {
     const detail::HeadBooks& books = head(kv_head).books;
     scores_.resize(books.positions.size());
     hooks::score(policy_, kv_head, slots_view(head(kv_head), phase), std::span<float>(scores_));
-    for (std::size_t slot = 0; slot < scores_.size(); ++slot)
-      detail::require_state(!detail::is_nan(scores_[slot]), "score: the policy returned NaN for kv_head ", kv_head, ", position ",
-                            books.positions[slot]);
+    const auto nan = std::find_if(scores_.begin(), scores_.end(), detail::is_nan) - scores_.begin();
+    if (nan < static_cast<std::ptrdiff_t>(scores_.size()))
+      detail::fail<std::logic_error>("score: the policy returned NaN for kv_head ", kv_head, ", position ", books.positions[static_cast<std::size_t>(nan)]);
   }
   /// Lowest score first; of equals the older position.
   auto goes_before(const detail::HeadBooks& books) const {
@@ -339,22 +348,14 @@ class SlotPlanner {
   void choose_kept(Index kv_head, const Protection& p) {
     detail::HeadBooks& books = head_at(kv_head).books;
     const Index recent = newest_from(books, std::max(p.recent_window - 1, p.observation_window));
-    const auto is_kept = [&](Index slot) {
+    const auto is_protected = [&](Index slot) {
       const Index position = books.positions[static_cast<std::size_t>(slot)];
       return position >= recent || sequence_.is_sink(position, p);
     };
-    Index num_protected = 0;
-    for (Index slot = 0; slot < books.size(); ++slot) num_protected += is_kept(slot);
     score(kv_head, Phase::long_prompt);
     const auto goes = goes_before(books);
-    detail::select_first(books.size(), budget_ - num_protected, [&](Index slot) { return !is_kept(slot); },
-                         [&](Index a, Index b) { return goes(b, a); }, books.kept);
-    for (Index slot = 0; slot < books.size(); ++slot)
-      if (is_kept(slot)) books.kept.push_back(slot);
+    detail::select_kept(books.positions, budget_, is_protected, [&](Index a, Index b) { return goes(b, a); }, books.kept);
     books.displaced.reserve(books.kept.size());  // for commit()
-    std::sort(books.kept.begin(), books.kept.end(), [&](Index a, Index b) {
-      return books.positions[static_cast<std::size_t>(a)] < books.positions[static_cast<std::size_t>(b)];
-    });
   }
 
   // --- the step's end
@@ -390,7 +391,7 @@ class SlotPlanner {
   detail::Sequence sequence_, before_;
   StepInfo step_;
   Index wanted_rows_ = 0;
-  bool compacts_ = false;
+  bool wants_sums_ = false, compacts_ = false;
   detail::StepState state_;
   std::optional<P> saved_policy_;  // of a prompt, to take it back
   std::vector<float> scores_;      // scratch: (slots)

@@ -48,6 +48,37 @@ class AlignedArray {
   Index size_ = 0;
 };
 
+/// The calling thread's buffer of floats, for the length of a call; it grows geometrically and stays for the thread's next
+/// call. One within the other (an executor may run other work while it waits) gets memory of its own.
+class Scratch {
+ public:
+  explicit Scratch(Index size) {
+    buffer_.swap(spare());
+    if (buffer_.size() < size) buffer_ = AlignedArray<float>(std::max(size, buffer_.size() + buffer_.size() / 2));
+  }
+  Scratch(Scratch&&) noexcept = default;  // what was taken stays where it is
+  ~Scratch() {
+    if (spare().size() < buffer_.size()) spare().swap(buffer_);
+  }
+  float* data() { return buffer_.data(); }
+  /// The next `size` floats, 64-byte aligned.
+  float* take(Index size) {
+    float* taken = buffer_.data() + used_;
+    used_ += rounded(size);
+    return taken;
+  }
+  /// What taking `size` floats uses up.
+  static constexpr Index rounded(Index size) { return (size + 15) / 16 * 16; }
+
+ private:
+  static AlignedArray<float>& spare() {
+    thread_local AlignedArray<float> buffer;
+    return buffer;
+  }
+  AlignedArray<float> buffer_;
+  Index used_ = 0;
+};
+
 /// Where the element that belongs at place i is now, while columns are permuted in place from place 0 up: an earlier
 /// swap may have moved it on.
 inline Index place_during_permutation(std::span<const Index> order, Index i) {

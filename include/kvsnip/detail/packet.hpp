@@ -2,6 +2,10 @@
 // written once, for SSE, AVX2, AVX-512 and NEON alike. Half conversion is ours because Eigen 3.4 under GCC never uses F16C.
 #pragma once
 
+#include <bit>
+#include <concepts>
+#include <cstdint>
+
 #include "kvsnip/detail/convert.hpp"
 #include "kvsnip/policy.hpp"
 
@@ -41,14 +45,51 @@ inline Packet load(const Eigen::bfloat16* x) {
 #endif
 }
 
-/// Keep a packet in its register: GCC would rather load it again for every use.
-inline void pin(Packet& x) {
+template <class T>
+void load_all(const T* x, Index n, float* out) {
+  Index i = 0;
+  for (; i + packet_size <= n; i += packet_size) Eigen::internal::pstoreu(out + i, load(x + i));
+  convert(x + i, n - i, out + i);
+}
+
+/// x, kept in a register, where compilers cannot see through it: GCC would rather load it again for every use, and -ffast-math
+/// undo a rounding.
+inline Packet pinned(Packet x) {
 #if defined(EIGEN_VECTORIZE_SSE) && defined(__GNUC__)
   asm("" : "+x"(x));
 #else
-  (void)x;
+  EIGEN_OPTIMIZATION_BARRIER(x)
 #endif
+  return x;
 }
+
+/// Each lane's bits, shifted.
+template <class P>
+P shift_left_23(P x) {
+  namespace ei = Eigen::internal;
+  if constexpr (std::same_as<P, float>) {
+    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(x) << 23);
+  } else {
+    using Integers = typename ei::unpacket_traits<P>::integer_packet;
+    return ei::preinterpret<P>(ei::plogical_shift_left<23>(ei::preinterpret<Integers>(x)));
+  }
+}
+
+/// 2^x for x <= 0; exactly 0 from -126.5 down. Relative error 1.6e-7.
+inline Packet exp2_nonpositive(Packet x) {
+  namespace ei = Eigen::internal;
+  // x = n + f, |f| <= 1/2: adding 1.5 * 2^23 rounds to the integer n, and 127 more leaves the exponent of 2^n in the low bits.
+  const Packet magic = ei::pset1<Packet>(12582912.0f + 127.0f);
+  x = ei::pmax(x, ei::pset1<Packet>(-127.0f));
+  const Packet shifted = pinned(ei::padd(x, magic));
+  const Packet f = ei::psub(x, ei::psub(shifted, magic));
+  // 2^f: the polynomial of degree 5 with 2^0 = 1 whose largest relative error is least.
+  Packet y = ei::pset1<Packet>(0.00132647261f);
+  for (const float c : {0.00967151299f, 0.0555073358f, 0.240222424f, 0.693147004f, 1.0f}) y = ei::pmadd(y, f, ei::pset1<Packet>(c));
+  return ei::pmul(y, shift_left_23(shifted));
+}
+/// Logits are scaled by this as well as by 1 / sqrt(head_dim), so that softmax needs powers of 2 only.
+inline constexpr float log2_e = 1.44269504f;
 
 /// Sums of the lanes of each of N packets.
 template <int N>

@@ -36,9 +36,13 @@ inline Eigen::MatrixXf mean_over_group(const AttentionRows::Weights& weights, In
 
 class RowIntake {
  public:
-  void begin(Index wanted_rows) { left_ = wanted_rows; }
+  void begin(Index wanted_rows, bool column_sums) { left_ = wanted_rows, sums_left_ = column_sums; }
   /// Rows still to come.
   Index left() const { return left_; }
+  /// The column sums have not come yet.
+  bool sums_left() const { return sums_left_; }
+  void sums_came() { sums_left_ = false; }
+  bool is_complete() const { return left_ == 0 && !sums_left_; }
   void skip(Index queries) { left_ -= queries; }
 
   /// Keep the next piece of `wanted` rows.
@@ -67,6 +71,7 @@ class RowIntake {
   std::vector<float> mean_;            // (slots, wanted)
   std::vector<float> per_query_head_;  // (slots, wanted * group_size) or empty
   Index left_ = 0;
+  bool sums_left_ = false;
 };
 
 }  // namespace kvsnip::detail

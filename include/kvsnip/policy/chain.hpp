@@ -50,6 +50,13 @@ class Chain {
     if (const AttentionRows p = share(prompt_rows(step)); p.num_queries() > 0) hooks::observe(prompt_, kv_head, p);
     if (const AttentionRows d = share(hooks::wanted_rows(decode_, step)); d.num_queries() > 0) hooks::observe(decode_, kv_head, d);
   }
+  bool wants_column_sums(const StepInfo& step) const {
+    return hooks::wants_column_sums(prompt_, step) || hooks::wants_column_sums(decode_, step);
+  }
+  void observe_column_sums(Index kv_head, const ColumnSums& sums) {
+    if (hooks::wants_column_sums(prompt_, sums.step)) hooks::observe_column_sums(prompt_, kv_head, sums);
+    if (hooks::wants_column_sums(decode_, sums.step)) hooks::observe_column_sums(decode_, kv_head, sums);
+  }
   void reserve(Index kv_head, Index num_slots) {
     hooks::reserve(prompt_, kv_head, num_slots);
     hooks::reserve(decode_, kv_head, num_slots);
