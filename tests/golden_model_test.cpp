@@ -2,7 +2,8 @@
 //
 // The cases are found at run time. A run makes thousands of choices by float scores and a few of them are bound to be
 // close: a case lists the steps where they are. Before the first of those everything must agree, token by token; a run
-// that parts from the reference after it is right as well, and then only the mean is compared.
+// that parts from the reference after it is right as well, and then only the mean is compared. Where equal scores are the
+// rule (key norms in layer 0) the reference's choices are dictated, and must be among the best by our scores.
 
 #include <memory>
 #include <numeric>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "support/catch.hpp"
+#include "support/dictated.hpp"
 #include "support/golden_run.hpp"
 #include "support/positions.hpp"
 #include "support/shared_dir.hpp"
@@ -57,6 +59,34 @@ std::string policy_spec(const GoldenCase& golden) {
            ",recent_window=" + golden.text("recent_window") + ",num_sinks=" + golden.text("global_tokens") +
            ",drop=" + golden.text("drop") + ",mode=" + golden.text("mode") + ")";
   return "full";
+}
+
+/// A policy that is told the reference's choices; none where the reference's own are ours.
+std::optional<kvsnip::AnyPolicy> dictated_policy(const GoldenCase& golden, const std::shared_ptr<test::Dictation>& dictation) {
+  const std::string& strategy = golden.text("strategy");
+  if (strategy == "l2")  // the reference's recent_window leaves the incoming token out
+    return kvsnip::AnyPolicy(test::Dictated(kvsnip::KeyNorm{{.num_sinks = golden.integer("global_tokens"),
+                                                             .recent_window = golden.integer("recent_window") + 1,
+                                                             .refill_interval = 1}},
+                                            dictation));
+  return std::nullopt;
+}
+/// [layers, rows, slots]: the positions of every kv_head, layer by layer.
+std::vector<std::vector<Index>> choices_of_prompt(const Array<std::int32_t>& positions, Index kv_heads) {
+  std::vector<std::vector<Index>> choices;
+  for (Index i = 0; i < positions.dim(0) * kv_heads; ++i) {
+    choices.emplace_back();
+    for (Index slot = 0; slot < positions.dim(2); ++slot)
+      choices.back().push_back(positions(i / kv_heads, std::min(i % kv_heads, positions.dim(1) - 1), slot));
+  }
+  return choices;
+}
+/// [steps, layers, rows]: the slot that every kv_head's token goes to, layer by layer.
+std::vector<std::vector<Index>> choices_of_step(const Array<std::uint8_t>& slots, Index step, Index kv_heads) {
+  std::vector<std::vector<Index>> choices;
+  for (Index i = 0; i < slots.dim(1) * kv_heads; ++i)
+    choices.push_back({slots(step, i / kv_heads, std::min(i % kv_heads, slots.dim(2) - 1))});
+  return choices;
 }
 
 /// Where our run left the reference's: the position of the first token it shows in, and whether that may be.
@@ -119,7 +149,11 @@ void check_run(const GoldenCase& golden, Findings& findings) {
   const Index prompt = golden.integer("prompt_length"), steps = golden.integer("decode_steps"),
               num_tokens = golden.integer("n_tokens");
   const Index unused = num_slots_never_used(golden);
-  Model model(stories260k(), policy_spec(golden), golden.integer("max_cache_length") - unused);
+  const auto dictation = std::make_shared<test::Dictation>();
+  const auto dictated = dictated_policy(golden, dictation);
+  Model model(stories260k(), dictated ? *dictated : kvsnip::make_policy(policy_spec(golden)),
+              golden.integer("max_cache_length") - unused);
+  const Index kv_heads = model.config().kv_heads;
   Parting parting(golden);
   std::vector<double> nlls;
 
@@ -136,6 +170,8 @@ void check_run(const GoldenCase& golden, Findings& findings) {
   };
 
   const std::span<const toy::Token> all(tokens.data);
+  if (golden.has_tensor("out_pos_after_prompt"))
+    dictation->expect(choices_of_prompt(golden.tensor<std::int32_t>("out_pos_after_prompt"), kv_heads));
   const Eigen::MatrixXf& prompt_logits =
       model.forward(all.first(static_cast<std::size_t>(prompt)), {.all_logits = true});
   for (Index i = 0; i < prompt; ++i) compare(prompt_logits, i, i);
@@ -147,12 +183,15 @@ void check_run(const GoldenCase& golden, Findings& findings) {
   if (golden.has_tensor("out_evicted_slot")) slots = golden.tensor<std::uint8_t>("out_evicted_slot");
   for (Index step = 0; step < steps; ++step) {
     const Index position = prompt + step;
+    if (slots) dictation->expect(choices_of_step(*slots, step, kv_heads));
     compare(model.forward(tokens(position)), 0, position);
     if (slots) check_slots(model, *slots, unused, step, position, parting, findings);
   }
   if (golden.has_tensor("out_final_pos"))
     check_positions(model, golden.tensor<std::int32_t>("out_final_pos"), prompt + steps, "at the end", parting,
                     findings);
+
+  if (dictated) findings.check(dictation->asked > 0 && dictation->worst <= 1e-5, "a choice of the reference is worse than another by ", dictation->worst);
 
   const Index first_scored = golden.text("kind") == "model_prompt" ? prompt : 0;
   const double got = mean(nlls, first_scored), want = mean({nll.data.begin(), nll.data.end()}, first_scored);
@@ -169,7 +208,7 @@ void check_run(const GoldenCase& golden, Findings& findings) {
 GoldenRunner runner_for(const GoldenCase& golden) {
   const std::string strategy = golden.text("strategy"), label = golden.text("kind") + " " + strategy;
   const bool covered =
-      strategy == "full" || strategy == "recent_global" || strategy == "scissorhands" || strategy == "snapkv";
+      strategy == "full" || strategy == "recent_global" || strategy == "scissorhands" || strategy == "snapkv" || strategy == "l2";
   return {label, covered ? check_run : nullptr};
 }
 

@@ -5,14 +5,18 @@
 // sums over the window's rows, so they are divided where a reference takes the mean.
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
+#include <memory>
 #include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
+#include <kvsnip/policy/key_norm.hpp>
 #include <kvsnip/policy/snapkv.hpp>
 #include <kvsnip/policy/streaming_llm.hpp>
 #include <vector>
 
 #include "support/catch.hpp"
+#include "support/dictated.hpp"
 #include "support/golden_run.hpp"
 #include "support/positions.hpp"
 #include "support/random.hpp"
@@ -22,6 +26,7 @@
 namespace {
 
 using kvsnip::Index;
+using kvsnip::KeyNorm;
 using kvsnip::KVCache;
 using kvsnip::Shape;
 using kvsnip::SnapKV;
@@ -109,7 +114,8 @@ SnapCache run_on_attention(const Shape& shape, Index budget, const SnapKV& polic
 }
 
 /// Scores of the prefix [0, end) against the case's, ours times `factor`.
-void check_scores(const SnapCache& cache, const Array<float>& want, Index begin, Index end, double factor,
+template <class Cache>
+void check_scores(const Cache& cache, const Array<float>& want, Index begin, Index end, double factor,
                   Findings& findings) {
   for (Index h = 0; h < cache.shape().kv_heads; ++h) {
     const std::vector<float>& got = cache.policy().last_scores(h);
@@ -214,6 +220,217 @@ void check_compress_heavy_hitter(const GoldenCase& golden, Findings& findings) {
                findings);
 }
 
+// --- policies whose every choice is compared, by slot and by score
+
+using test::Dictated;
+using test::Dictation;
+
+/// A row for each kv_head; the reference has one row where all heads share the choice.
+std::vector<std::vector<Index>> row_by_head(const Array<std::int32_t>& positions, Index kv_heads) {
+  std::vector<std::vector<Index>> rows;
+  for (Index h = 0; h < kv_heads; ++h) rows.push_back(row(positions, std::min(h, positions.dim(0) - 1)));
+  return rows;
+}
+/// [rows, slots], -1 for free slots.
+template <class Cache>
+void check_held(const Cache& cache, const Array<std::int32_t>& want, const std::string& what, Findings& findings) {
+  for (Index h = 0; h < cache.shape().kv_heads; ++h) {
+    std::vector<Index> expected = row(want, std::min(h, want.dim(0) - 1));
+    std::erase(expected, -1);
+    check_same_set(sorted(cache.positions(h)), expected, what + ", kv_head " + std::to_string(h), findings);
+  }
+}
+/// Positions by slot; the reference marks a free slot with -1.
+std::vector<Index> padded(std::span<const Index> positions, Index slots) {
+  std::vector<Index> result(positions.begin(), positions.end());
+  result.resize(static_cast<std::size_t>(slots), -1);
+  return result;
+}
+/// The reference's choices were among the best by our scores.
+void check_dictated(const Dictation& dictation, Findings& findings) {
+  findings.check(dictation.asked > 0, "no choice had to be made");
+  findings.check(dictation.worst <= 1e-5, "a choice of the reference is worse than another by ", dictation.worst);
+}
+
+/// A prompt of keys and values (the keys once more, if the case has no values).
+template <class P>
+KVCache<float, test::RecordScores<P>> compress(const GoldenCase& golden, Index budget, const P& policy) {
+  const auto keys = golden.tensor<float>("in_keys");
+  const auto values = golden.has_tensor("in_values") ? golden.tensor<float>("in_values") : keys;
+  const Shape shape{.query_heads = keys.dim(0), .kv_heads = keys.dim(0), .head_dim = keys.dim(2)};
+  KVCache<float, test::RecordScores<P>> cache(shape, budget, test::RecordScores<P>(policy));
+  auto step = cache.update(stacked(keys, 0, keys.dim(1)), stacked(values, 0, keys.dim(1)));
+  for (Index h = 0; h < shape.kv_heads; ++h) step.done(h);
+  return cache;
+}
+/// kvpress: what stays, and the scores of positions [first, end).
+template <class P>
+void check_press(const GoldenCase& golden, const P& policy, Index first, Index end, Findings& findings) {
+  const auto cache = compress(golden, golden.integer("n_kept"), policy);
+  check_held(cache, golden.tensor<std::int32_t>("out_kept"), "prompt", findings);
+  check_scores(cache, golden.tensor<float>("out_scores"), first, end, 1.0, findings);
+}
+
+/// cold-compress' decode cache: our scores of what may go are the reference's (plus `shift`), and so are the victims.
+/// @param keys   [kv_heads, tokens, dim]
+/// @param shift  of all heads' scores at a step, which they are the same by
+template <class P, class Shift>
+void check_decode(const GoldenCase& golden, const P& policy, const Array<float>& keys, const Shift& shift,
+                  Findings& findings) {
+  const Index heads = keys.dim(0), length = golden.integer("max_cache_length"), prompt = golden.integer("prompt_length");
+  const auto dictation = std::make_shared<Dictation>();
+  KVCache<float, Dictated<P>> cache({.query_heads = heads, .kv_heads = heads, .head_dim = keys.dim(2)}, length,
+                                    Dictated<P>(policy, dictation));
+  const auto append = [&](Index first, Index count) {
+    const Eigen::MatrixXf k = stacked(keys, first, count);
+    auto step = cache.update(k, k);
+    for (Index h = 0; h < heads; ++h) step.done(h);
+  };
+  append(0, prompt);
+  const auto slots = golden.tensor<std::int32_t>("out_evicted_slot"),
+             positions = golden.tensor<std::int32_t>("out_evicted_pos");
+  const auto scores = golden.tensor<float>("out_scores");
+  for (Index step = 0; step < golden.integer("decode_steps"); ++step) {
+    std::vector<std::vector<Index>> before, victims;
+    for (Index h = 0; h < heads; ++h) {
+      before.push_back(padded(cache.positions(h), length));
+      victims.push_back({slots(step, std::min(h, slots.dim(1) - 1))});
+    }
+    dictation->expect(victims);
+    const bool full = cache.size(0) == length;
+    append(prompt + step, 1);
+    for (Index h = 0; h < heads; ++h) {
+      const Index reference_head = std::min(h, slots.dim(1) - 1), slot = victims.begin()[h].front();
+      const Index evicted = before.begin()[h].begin()[slot];
+      findings.check(evicted == positions(step, reference_head), "step ", step, ", kv_head ", h, ": evicted ", evicted,
+                     ", expected ", positions(step, reference_head));
+      findings.check(cache.positions(h)[static_cast<std::size_t>(slot)] == prompt + step, "step ", step, ", kv_head ",
+                     h, ": slot ", slot, " was not the one written");
+      for (Index i = 0; full && i < length; ++i) {
+        const double got = static_cast<double>(cache.policy().last_scores(h).begin()[i]) + shift(cache, heads);
+        const float want = scores(step, reference_head, i);
+        findings.check(std::isinf(want) || close_enough(got, want), "step ", step, ", kv_head ", h, ": slot ", i,
+                       " scores ", got, ", expected ", want);
+      }
+    }
+  }
+  check_held(cache, golden.tensor<std::int32_t>("out_final_pos"), "at the end", findings);
+  check_dictated(*dictation, findings);
+}
+
+/// The whole attention layer: grouped queries, prompt, compression, decode. Victims are the reference's.
+template <class P>
+void check_attention(const GoldenCase& golden, const P& policy, Findings& findings) {
+  const Shape shape{.query_heads = golden.integer("n_heads"),
+                    .kv_heads = golden.integer("n_kv_heads"),
+                    .head_dim = golden.integer("head_dim")};
+  const Index prompt = golden.integer("prompt_length"), steps = golden.integer("decode_steps"),
+              length = golden.integer("max_cache_length");
+  const auto dictation = std::make_shared<Dictation>();
+  KVCache<float, Dictated<P>> cache(shape, length, Dictated<P>(policy, dictation));
+  const auto q = golden.tensor<float>("in_q"), k = golden.tensor<float>("in_k"), v = golden.tensor<float>("in_v");
+  const auto attend = [&](Index first, Index tokens) {
+    auto step = cache.update(stacked(k, first, tokens), stacked(v, first, tokens));
+    Eigen::MatrixXf out(shape.query_heads * shape.head_dim, tokens);
+    kvsnip::attend(step, stacked(q, first, tokens), out);
+    return out;
+  };
+
+  const auto after_prompt = golden.tensor<std::int32_t>("out_pos_after_prefill");
+  dictation->expect(row_by_head(after_prompt, shape.kv_heads));
+  const Eigen::MatrixXf prompt_out = attend(0, prompt);
+  const auto y_prompt = golden.tensor<float>("out_y_prefill"), y = golden.tensor<float>("out_y");
+  for (Index i = 0; i < prompt_out.rows(); ++i)
+    findings.check(close_enough(prompt_out(i, prompt - 1), y_prompt(i)), "last row of the prompt, output ", i, " is ",
+                   prompt_out(i, prompt - 1), ", expected ", y_prompt(i));
+  check_held(cache, after_prompt, "after the prompt", findings);
+
+  const auto slots = golden.tensor<std::int32_t>("out_evicted_slot"),
+             positions = golden.tensor<std::int32_t>("out_evicted_pos");
+  for (Index step = 0; step < steps; ++step) {
+    std::vector<std::vector<Index>> before, victims;
+    for (Index h = 0; h < shape.kv_heads; ++h) {
+      const Index reference_head = std::min(h, slots.dim(1) - 1);
+      victims.push_back({slots(step, reference_head)});
+      before.push_back(padded(cache.positions(h), length));
+      findings.check(before.back().begin()[victims.back().front()] == positions(step, reference_head), "step ", step,
+                     ", kv_head ", h, ": evicts ", before.back().begin()[victims.back().front()], ", expected ",
+                     positions(step, reference_head));
+    }
+    dictation->expect(victims);
+    const Eigen::MatrixXf out = attend(prompt + step, 1);
+    for (Index h = 0; h < shape.kv_heads; ++h)
+      findings.check(padded(cache.positions(h), length).begin()[victims.begin()[h].front()] == prompt + step, "step ",
+                     step, ", kv_head ", h, ": slot ", victims.begin()[h].front(), " was not the one written");
+    for (Index i = 0; i < out.rows(); ++i)
+      findings.check(close_enough(out(i, 0), y(step, i)), "step ", step, ", output ", i, " is ", out(i, 0),
+                     ", expected ", y(step, i));
+  }
+  check_held(cache, golden.tensor<std::int32_t>("out_final_pos"), "at the end", findings);
+  check_dictated(*dictation, findings);
+}
+
+// --- KeyNorm
+
+/// The reference's recent_window leaves the incoming token out.
+KeyNorm key_norm_of_cold_compress(const GoldenCase& golden) {
+  return KeyNorm{{.num_sinks = golden.integer("global_tokens"),
+                  .recent_window = golden.integer("recent_window") + 1,
+                  .refill_interval = 1}};
+}
+const KeyNorm plain_key_norm{{.num_sinks = 0, .recent_window = 0}};
+
+void check_decode_l2(const GoldenCase& golden, Findings& findings) {
+  const auto largest_norm = [](const auto& cache, Index heads) {
+    double largest = 0;
+    for (Index h = 0; h < heads; ++h)
+      for (const float score : cache.policy().last_scores(h)) largest = std::max(largest, -static_cast<double>(score));
+    return largest;
+  };
+  check_decode(golden, key_norm_of_cold_compress(golden), golden.tensor<float>("in_keys"), largest_norm, findings);
+}
+void check_compress_l2(const GoldenCase& golden, Findings& findings) {
+  const auto cache = compress(golden, golden.integer("max_cache_length"), key_norm_of_cold_compress(golden));
+  const Index prompt = golden.integer("prompt_length");
+  check_held(cache, golden.tensor<std::int32_t>("out_kept"), "prompt", findings);
+  check_scores(cache, golden.tensor<float>("out_priority"), golden.integer("global_tokens"),
+               prompt - golden.integer("recent_window"), 1.0, findings);
+}
+void check_attention_l2(const GoldenCase& golden, Findings& findings) {
+  check_attention(golden, key_norm_of_cold_compress(golden), findings);
+}
+void check_kvpress_knorm(const GoldenCase& golden, Findings& findings) {
+  check_press(golden, plain_key_norm, 0, golden.integer("q_len"), findings);
+}
+/// Layers to be skipped have no budget.
+void check_factory_l2norm(const GoldenCase& golden, Findings& findings) {
+  const std::vector<Index> skipped = golden.integers("skip_layers");
+  const bool skips = std::find(skipped.begin(), skipped.end(), golden.integer("layer_idx")) != skipped.end();
+  const Index budget = skips ? kvsnip::unlimited_budget : golden.integer("max_capacity_prompt");
+  check_held(compress(golden, budget, plain_key_norm), golden.tensor<std::int32_t>("out_kept"), "prompt", findings);
+}
+/// Chunks are compressed each on its own: a cache for each.
+void check_chunk_knorm(const GoldenCase& golden, Findings& findings) {
+  const auto keys = golden.tensor<float>("in_keys");
+  const Index heads = keys.dim(0), size = golden.integer("size");
+  const double kept_fraction = 1 - golden.number("compression_ratio");
+  std::vector<std::vector<Index>> held(static_cast<std::size_t>(heads));
+  for (Index first = 0; first < keys.dim(1); first += size) {
+    const Index count = std::min(size, keys.dim(1) - first);
+    const Index budget = std::max<Index>(1, static_cast<Index>(static_cast<double>(count) * kept_fraction));
+    KVCache<float, KeyNorm> cache({.query_heads = heads, .kv_heads = heads, .head_dim = keys.dim(2)}, budget,
+                                  plain_key_norm);
+    const Eigen::MatrixXf k = stacked(keys, first, count);
+    auto step = cache.update(k, k, {.first_position = first});
+    for (Index h = 0; h < heads; ++h) step.done(h);
+    for (Index h = 0; h < heads; ++h)
+      held.begin()[h].insert(held.begin()[h].end(), cache.positions(h).begin(), cache.positions(h).end());
+  }
+  for (Index h = 0; h < heads; ++h)
+    check_same_set(held.begin()[h], row(golden.tensor<std::int32_t>("out_kept"), h), "kv_head " + std::to_string(h),
+                   findings);
+}
+
 // --- positions alone: StreamingLLM
 
 using StreamCache = KVCache<float, StreamingLLM>;
@@ -235,12 +452,6 @@ void check_held_by_all(const StreamCache& cache, const std::vector<Index>& want,
                        Findings& findings) {
   for (Index h = 0; h < cache.shape().kv_heads; ++h)
     check_same_set(sorted(cache.positions(h)), want, what + ", kv_head " + std::to_string(h), findings);
-}
-/// Positions by slot; the reference marks a free slot with -1.
-std::vector<Index> padded(std::span<const Index> positions, Index slots) {
-  std::vector<Index> result(positions.begin(), positions.end());
-  result.resize(static_cast<std::size_t>(slots), -1);
-  return result;
 }
 
 void check_compress_recent_global(const GoldenCase& golden, Findings& findings) {
@@ -272,44 +483,8 @@ void check_decode_recent_global(const GoldenCase& golden, Findings& findings) {
                    to_string(cache.positions(h)));
 }
 
-/// The whole attention layer: grouped queries, prompt, compression, decode.
 void check_attention_recent_global(const GoldenCase& golden, Findings& findings) {
-  const Shape shape{.query_heads = golden.integer("n_heads"),
-                    .kv_heads = golden.integer("n_kv_heads"),
-                    .head_dim = golden.integer("head_dim")};
-  const Index prompt = golden.integer("prompt_length"), steps = golden.integer("decode_steps"),
-              length = golden.integer("max_cache_length");
-  StreamCache cache(shape, length, StreamingLLM{{.num_sinks = golden.integer("global_tokens")}});
-  const auto q = golden.tensor<float>("in_q"), k = golden.tensor<float>("in_k"), v = golden.tensor<float>("in_v");
-  const auto attend = [&](Index first, Index tokens) {
-    StreamCache::Step step = cache.update(stacked(k, first, tokens), stacked(v, first, tokens));
-    Eigen::MatrixXf out(shape.query_heads * shape.head_dim, tokens);
-    kvsnip::attend(step, stacked(q, first, tokens), out);
-    return out;
-  };
-
-  const Eigen::MatrixXf prompt_out = attend(0, prompt);
-  const auto y_prompt = golden.tensor<float>("out_y_prefill"), y = golden.tensor<float>("out_y");
-  for (Index i = 0; i < prompt_out.rows(); ++i)
-    findings.check(close_enough(prompt_out(i, prompt - 1), y_prompt(i)), "last row of the prompt, output ", i, " is ",
-                   prompt_out(i, prompt - 1), ", expected ", y_prompt(i));
-  check_held_by_all(cache, row(golden.tensor<std::int32_t>("out_pos_after_prefill"), 0), "after the prompt", findings);
-
-  const auto slots = golden.tensor<std::int32_t>("out_evicted_slot"),
-             positions = golden.tensor<std::int32_t>("out_evicted_pos");
-  for (Index step = 0; step < steps; ++step) {
-    const std::size_t slot = static_cast<std::size_t>(slots(step, Index{0}));
-    const std::vector<Index> before = padded(cache.positions(0), length);
-    const Eigen::MatrixXf out = attend(prompt + step, 1);
-    findings.check(padded(cache.positions(0), length)[slot] == prompt + step, "step ", step, ": slot ", slot,
-                   " was not the one written");
-    findings.check(before[slot] == positions(step, Index{0}), "step ", step, ": evicted ", before[slot], ", expected ",
-                   positions(step, Index{0}));
-    for (Index i = 0; i < out.rows(); ++i)
-      findings.check(close_enough(out(i, 0), y(step, i)), "step ", step, ", output ", i, " is ", out(i, 0),
-                     ", expected ", y(step, i));
-  }
-  check_held_by_all(cache, row(golden.tensor<std::int32_t>("out_final_pos"), 0), "at the end", findings);
+  check_attention(golden, StreamingLLM{{.num_sinks = golden.integer("global_tokens")}}, findings);
 }
 
 void check_streaming_cluster(const GoldenCase& golden, Findings& findings) {
@@ -359,15 +534,22 @@ void check_kvpress_streaming(const GoldenCase& golden, Findings& findings) {
 
 GoldenRunner runner_for(const GoldenCase& golden) {
   const std::string& kind = golden.text("kind");
-  const std::string variant = golden.text_or("strategy", golden.text_or("method", golden.text_or("press", "")));
+  const std::string variant =
+      golden.text_or("strategy", golden.text_or("method", golden.text_or("press", golden.text_or("wrapper", ""))));
   const std::string label = variant.empty() ? kind : kind + " " + variant;
+  if (label == "cc_attention l2") return {label, check_attention_l2};
   if (label == "cc_attention recent_global") return {label, check_attention_recent_global};
   if (label == "cc_compress heavy_hitter") return {label, check_compress_heavy_hitter};
+  if (label == "cc_compress l2") return {label, check_compress_l2};
   if (label == "cc_compress recent_global") return {label, check_compress_recent_global};
+  if (label == "cc_decode l2") return {label, check_decode_l2};
   if (label == "cc_decode recent_global") return {label, check_decode_recent_global};
   if (label == "snapkv_official" || label == "factory_cluster snapkv") return {label, check_snapkv_cluster};
   if (label == "factory_cluster streamingllm") return {label, check_streaming_cluster};
   if (label == "streaming_llm") return {label, check_streaming_llm};
+  if (label == "factory_l2norm l2norm") return {label, check_factory_l2norm};
+  if (label == "kvpress_score knorm") return {label, check_kvpress_knorm};
+  if (label == "kvpress_wrapped chunk_knorm") return {label, check_chunk_knorm};
   if (label == "kvpress_score snapkv") return {label, check_kvpress_snapkv};
   if (label == "kvpress_score streaming") return {label, check_kvpress_streaming};
   return {label};

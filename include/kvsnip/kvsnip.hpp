@@ -6,6 +6,7 @@
 #include "kvsnip/policy.hpp"
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/full.hpp"
+#include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
 #include "kvsnip/policy/snapkv.hpp"
 #include "kvsnip/policy/streaming_llm.hpp"

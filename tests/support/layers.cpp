@@ -104,6 +104,7 @@ std::vector<PolicyCase> list_policies() {
   const Scissorhands count{{.history_window = 9, .recent_window = 4, .num_sinks = 2, .mode = Scissorhands::Mode::count}};
   const SnapKV snapkv{{.observation_window = 5, .kernel_size = 3, .num_sinks = 1}};
   const SnapKV snapkv_max{{.observation_window = 4, .pooling = SnapKV::Pooling::max, .pool_over = SnapKV::PoolOver::row, .group = SnapKV::Group::max}};
+  const KeyNorm key_norm{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
 
   const Promise keeps_all{.evicts_prompt = false, .evicts_decode = false};
   const Promise keeps_newest{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1};
@@ -119,6 +120,7 @@ std::vector<PolicyCase> list_policies() {
       with_own_type("Scissorhands, fraction", fraction, keeps_recents),
       with_own_type("Scissorhands, count", count, keeps_recents_in_bulk),
       with_own_type("Chain<SnapKV, Scissorhands>", Chain{snapkv, fraction}, window_then_recents),
+      with_own_type("KeyNorm", key_norm, keeps_recents),
   };
   for (const std::string type : {"float", "half", "bfloat16"}) {
     const auto add = [&](const auto& policy, const Promise& promise) { policies.push_back(behind_any_policy(type, AnyPolicy(policy), promise)); };
@@ -129,6 +131,7 @@ std::vector<PolicyCase> list_policies() {
     add(count, keeps_recents_in_bulk);
     add(snapkv, keeps_window);
     add(snapkv_max, {.evicts_decode = false, .kept_of_prompt = 4});
+    add(key_norm, keeps_recents);
     add(Chain{snapkv, fraction}, window_then_recents);
     add(Chain{streaming_llm, count}, newest_then_recents);
   }

@@ -1,0 +1,81 @@
+// What a policy that looks at a token once, when it comes, remembers of it: a few floats per slot. A decode step then
+// reads one key or value, not all of them.
+#pragma once
+
+#include <algorithm>
+#include <string_view>
+#include <vector>
+
+#include "kvsnip/detail/aligned_array.hpp"
+#include "kvsnip/detail/require.hpp"
+#include "kvsnip/policy.hpp"
+
+namespace kvsnip::detail {
+
+/// A policy that reads keys or values was given none.
+inline void require_vectors(std::string_view policy, const SlotsView& slots) {
+  require_state(slots.has_vectors(), policy, ": needs keys and values to read: give the SlotPlanner some with set_vectors");
+}
+
+/// A base for policies: N floats per slot, kept in step with the slots.
+template <int N>
+class SlotNumbers {
+ public:
+  /// Geometric.
+  void reserve(Index kv_head, Index num_slots) {
+    std::vector<float>& numbers = head(kv_head).numbers;
+    const auto wanted = static_cast<std::size_t>(N * num_slots);
+    if (wanted > numbers.size()) numbers.resize(std::max(wanted, numbers.size() + numbers.size() / 2));
+  }
+  void on_gather(Index kv_head, std::span<const Index> kept) {
+    permute_columns(head(kv_head).numbers.data(), N, kept);  // kept is part of a permutation: the rest ends up behind
+    head(kv_head).size = static_cast<Index>(kept.size());
+  }
+  void on_prompt_end(Index kv_head) {
+    head(kv_head).numbers.resize(static_cast<std::size_t>(N * head(kv_head).size));
+    head(kv_head).numbers.shrink_to_fit();
+  }
+  void reset(const Shape& shape) {
+    heads_.assign(static_cast<std::size_t>(shape.kv_heads), {});
+    for (Head& head : heads_) head.column.resize(static_cast<std::size_t>(shape.head_dim));
+  }
+  Index bytes() const {
+    Index bytes = heap_bytes(heads_);
+    for (const Head& head : heads_) bytes += heap_bytes(head.numbers) + heap_bytes(head.column);
+    return bytes;
+  }
+
+ protected:
+  using Column = Eigen::Map<const Eigen::VectorXf>;
+
+  /// (N) Of a token that has just entered `slot`, to be written.
+  float* enter(Index kv_head, Index slot) {
+    head(kv_head).size = std::max(head(kv_head).size, slot + 1);
+    return head(kv_head).numbers.data() + N * slot;
+  }
+  /// (N, slots) N numbers a slot, side by side.
+  const float* numbers(Index kv_head) const { return heads_[static_cast<std::size_t>(kv_head)].numbers.data(); }
+  float* numbers(Index kv_head) { return head(kv_head).numbers.data(); }
+
+  /// (head_dim) The key or the value in `slot`, zeros if there are none to read; valid until the next call for this kv_head.
+  Column key(Index kv_head, const SlotsView& slots, Index slot) { return read(kv_head, slots, slot, &SlotsView::read_key); }
+  Column value(Index kv_head, const SlotsView& slots, Index slot) { return read(kv_head, slots, slot, &SlotsView::read_value); }
+
+ private:
+  struct Head {
+    std::vector<float> numbers;  // (N, capacity)
+    std::vector<float> column;   // scratch: (head_dim)
+    Index size = 0;              // slots in use
+  };
+
+  Head& head(Index kv_head) { return heads_[static_cast<std::size_t>(kv_head)]; }
+  Column read(Index kv_head, const SlotsView& slots, Index slot, void (SlotsView::*read_column)(Index, std::span<float>) const) {
+    std::vector<float>& column = head(kv_head).column;
+    if (slots.has_vectors()) (slots.*read_column)(slot, column);
+    return Column(column.data(), static_cast<Index>(column.size()));
+  }
+
+  std::vector<Head> heads_;  // (kv_heads)
+};
+
+}  // namespace kvsnip::detail
