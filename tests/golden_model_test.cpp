@@ -3,7 +3,7 @@
 // The cases are found at run time. A run makes thousands of choices by float scores and a few of them are bound to be
 // close: a case lists the steps where they are. Before the first of those everything must agree, token by token; a run
 // that parts from the reference after it is right as well, and then only the mean is compared. Where equal scores are the
-// rule (key norms in layer 0) the reference's choices are dictated, and must be among the best by our scores.
+// rule (key norms in layer 0, odd positions) the reference's choices are dictated, and must be among the best by our scores.
 
 #include <memory>
 #include <numeric>
@@ -64,11 +64,12 @@ std::string policy_spec(const GoldenCase& golden) {
 /// A policy that is told the reference's choices; none where the reference's own are ours.
 std::optional<kvsnip::AnyPolicy> dictated_policy(const GoldenCase& golden, const std::shared_ptr<test::Dictation>& dictation) {
   const std::string& strategy = golden.text("strategy");
-  if (strategy == "l2")  // the reference's recent_window leaves the incoming token out
-    return kvsnip::AnyPolicy(test::Dictated(kvsnip::KeyNorm{{.num_sinks = golden.integer("global_tokens"),
-                                                             .recent_window = golden.integer("recent_window") + 1,
-                                                             .refill_interval = 1}},
-                                            dictation));
+  const auto dictated = [&]<class P>(const P*) {  // the reference's recent_window leaves the incoming token out
+    return kvsnip::AnyPolicy(test::Dictated(
+        P{{.num_sinks = golden.integer("global_tokens"), .recent_window = golden.integer("recent_window") + 1, .refill_interval = 1}}, dictation));
+  };
+  if (strategy == "l2") return dictated(static_cast<const kvsnip::KeyNorm*>(nullptr));
+  if (strategy == "keep_it_odd") return dictated(static_cast<const kvsnip::KeepItOdd*>(nullptr));
   return std::nullopt;
 }
 /// [layers, rows, slots]: the positions of every kv_head, layer by layer.
@@ -207,8 +208,8 @@ void check_run(const GoldenCase& golden, Findings& findings) {
 
 GoldenRunner runner_for(const GoldenCase& golden) {
   const std::string strategy = golden.text("strategy"), label = golden.text("kind") + " " + strategy;
-  const bool covered =
-      strategy == "full" || strategy == "recent_global" || strategy == "scissorhands" || strategy == "snapkv" || strategy == "l2";
+  const bool covered = strategy == "full" || strategy == "recent_global" || strategy == "scissorhands" || strategy == "snapkv" ||
+                       strategy == "l2" || strategy == "keep_it_odd";
   return {label, covered ? check_run : nullptr};
 }
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
+#include <kvsnip/policy/keep_it_odd.hpp>
 #include <kvsnip/policy/key_norm.hpp>
 #include <kvsnip/policy/snapkv.hpp>
 #include <kvsnip/policy/streaming_llm.hpp>
@@ -26,6 +27,7 @@
 namespace {
 
 using kvsnip::Index;
+using kvsnip::KeepItOdd;
 using kvsnip::KeyNorm;
 using kvsnip::KVCache;
 using kvsnip::Shape;
@@ -252,16 +254,21 @@ void check_dictated(const Dictation& dictation, Findings& findings) {
   findings.check(dictation.worst <= 1e-5, "a choice of the reference is worse than another by ", dictation.worst);
 }
 
-/// A prompt of keys and values (the keys once more, if the case has no values).
+/// A prompt, [kv_heads, tokens, dim].
 template <class P>
-KVCache<float, test::RecordScores<P>> compress(const GoldenCase& golden, Index budget, const P& policy) {
-  const auto keys = golden.tensor<float>("in_keys");
-  const auto values = golden.has_tensor("in_values") ? golden.tensor<float>("in_values") : keys;
+KVCache<float, test::RecordScores<P>> compress(const Array<float>& keys, const Array<float>& values, Index budget,
+                                               const P& policy) {
   const Shape shape{.query_heads = keys.dim(0), .kv_heads = keys.dim(0), .head_dim = keys.dim(2)};
   KVCache<float, test::RecordScores<P>> cache(shape, budget, test::RecordScores<P>(policy));
   auto step = cache.update(stacked(keys, 0, keys.dim(1)), stacked(values, 0, keys.dim(1)));
   for (Index h = 0; h < shape.kv_heads; ++h) step.done(h);
   return cache;
+}
+/// The case's keys and values (the keys once more, if it has no values).
+template <class P>
+KVCache<float, test::RecordScores<P>> compress(const GoldenCase& golden, Index budget, const P& policy) {
+  const auto keys = golden.tensor<float>("in_keys");
+  return compress(keys, golden.has_tensor("in_values") ? golden.tensor<float>("in_values") : keys, budget, policy);
 }
 /// kvpress: what stays, and the scores of positions [first, end).
 template <class P>
@@ -431,6 +438,32 @@ void check_chunk_knorm(const GoldenCase& golden, Findings& findings) {
                    findings);
 }
 
+// --- KeepItOdd
+
+KeepItOdd keep_it_odd(const GoldenCase& golden) {
+  return KeepItOdd{{.num_sinks = golden.integer("global_tokens"),
+                    .recent_window = golden.integer("recent_window") + 1,
+                    .refill_interval = 1}};
+}
+/// Keys of zeros, for policies that look at positions alone.
+Array<float> no_keys(Index kv_heads, Index tokens) {
+  return {{kv_heads, tokens, 1}, std::vector<float>(static_cast<std::size_t>(kv_heads * tokens))};
+}
+void check_decode_keep_it_odd(const GoldenCase& golden, Findings& findings) {
+  const Index tokens = golden.integer("prompt_length") + golden.integer("decode_steps");
+  check_decode(golden, keep_it_odd(golden), no_keys(golden.integer("n_kv_heads"), tokens),
+               [](const auto&, Index) { return 0.0; }, findings);
+}
+/// The reference's priorities break ties by position, as our shared code does: what stays is compared.
+void check_compress_keep_it_odd(const GoldenCase& golden, Findings& findings) {
+  const auto keys = no_keys(golden.integer("n_kv_heads"), golden.integer("prompt_length"));
+  check_held(compress(keys, keys, golden.integer("max_cache_length"), keep_it_odd(golden)),
+             golden.tensor<std::int32_t>("out_kept"), "prompt", findings);
+}
+void check_attention_keep_it_odd(const GoldenCase& golden, Findings& findings) {
+  check_attention(golden, keep_it_odd(golden), findings);
+}
+
 // --- positions alone: StreamingLLM
 
 using StreamCache = KVCache<float, StreamingLLM>;
@@ -537,11 +570,14 @@ GoldenRunner runner_for(const GoldenCase& golden) {
   const std::string variant =
       golden.text_or("strategy", golden.text_or("method", golden.text_or("press", golden.text_or("wrapper", ""))));
   const std::string label = variant.empty() ? kind : kind + " " + variant;
+  if (label == "cc_attention keep_it_odd") return {label, check_attention_keep_it_odd};
   if (label == "cc_attention l2") return {label, check_attention_l2};
   if (label == "cc_attention recent_global") return {label, check_attention_recent_global};
   if (label == "cc_compress heavy_hitter") return {label, check_compress_heavy_hitter};
+  if (label == "cc_compress keep_it_odd") return {label, check_compress_keep_it_odd};
   if (label == "cc_compress l2") return {label, check_compress_l2};
   if (label == "cc_compress recent_global") return {label, check_compress_recent_global};
+  if (label == "cc_decode keep_it_odd") return {label, check_decode_keep_it_odd};
   if (label == "cc_decode l2") return {label, check_decode_l2};
   if (label == "cc_decode recent_global") return {label, check_decode_recent_global};
   if (label == "snapkv_official" || label == "factory_cluster snapkv") return {label, check_snapkv_cluster};

@@ -104,6 +104,7 @@ struct Promise {
   Index kept_of_prompt = 0;   ///< newest positions that a compaction keeps
   Index recent_window = 0;    ///< newest positions that survive a decode step
   bool drops_in_bulk = false;
+  bool heads_alike = true;    ///< the same tokens would be treated alike by every kv_head
 };
 
 /// A policy with options small enough to reach every edge; a budget must be at least 12.

@@ -105,11 +105,14 @@ std::vector<PolicyCase> list_policies() {
   const SnapKV snapkv{{.observation_window = 5, .kernel_size = 3, .num_sinks = 1}};
   const SnapKV snapkv_max{{.observation_window = 4, .pooling = SnapKV::Pooling::max, .pool_over = SnapKV::PoolOver::row, .group = SnapKV::Group::max}};
   const KeyNorm key_norm{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
+  const kvsnip::Random random{{.seed = 5, .num_sinks = 2, .recent_window = 4}};  // not test::Random
+  const KeepItOdd keep_it_odd{{.num_sinks = 2, .recent_window = 4, .refill_interval = 2}};
 
   const Promise keeps_all{.evicts_prompt = false, .evicts_decode = false};
   const Promise keeps_newest{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1};
   const Promise keeps_recents{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4};
   const Promise keeps_recents_in_bulk{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .drops_in_bulk = true};
+  const Promise keeps_recents_by_head{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .heads_alike = false};
   const Promise keeps_window{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5};
   const Promise window_then_recents{.prompt_sinks = 1, .decode_sinks = 2, .kept_of_prompt = 5, .recent_window = 4};
   const Promise newest_then_recents{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 4, .drops_in_bulk = true};
@@ -132,6 +135,8 @@ std::vector<PolicyCase> list_policies() {
     add(snapkv, keeps_window);
     add(snapkv_max, {.evicts_decode = false, .kept_of_prompt = 4});
     add(key_norm, keeps_recents);
+    add(random, keeps_recents_by_head);
+    add(keep_it_odd, keeps_recents);
     add(Chain{snapkv, fraction}, window_then_recents);
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
