@@ -11,6 +11,7 @@
 #include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
 #include <kvsnip/policy/keep_it_odd.hpp>
+#include <kvsnip/policy/key_diff.hpp>
 #include <kvsnip/policy/key_norm.hpp>
 #include <kvsnip/policy/snapkv.hpp>
 #include <kvsnip/policy/streaming_llm.hpp>
@@ -28,6 +29,7 @@ namespace {
 
 using kvsnip::Index;
 using kvsnip::KeepItOdd;
+using kvsnip::KeyDiff;
 using kvsnip::KeyNorm;
 using kvsnip::KVCache;
 using kvsnip::Shape;
@@ -438,6 +440,33 @@ void check_chunk_knorm(const GoldenCase& golden, Findings& findings) {
                    findings);
 }
 
+// --- KeyDiff
+
+const KeyDiff plain_key_diff{{.num_sinks = 0, .recent_window = 0}};
+
+void check_kvpress_keydiff(const GoldenCase& golden, Findings& findings) {
+  check_press(golden, plain_key_diff, 0, golden.integer("q_len"), findings);
+}
+/// A prompt in blocks, cut to the budget after each: every block is a series of its own.
+void check_block_keydiff(const GoldenCase& golden, Findings& findings) {
+  const auto keys = golden.tensor<float>("in_keys");
+  const Index heads = keys.dim(0), size = golden.integer("size"), tokens = keys.dim(1);
+  const auto budget = static_cast<Index>(static_cast<double>(tokens) * (1 - golden.number("compression_ratio")));
+  KVCache<float, KeyDiff> cache({.query_heads = heads, .kv_heads = heads, .head_dim = keys.dim(2)}, budget,
+                                plain_key_diff);
+  const auto append = [&](Index first, Index count, bool more) {
+    const Eigen::MatrixXf k = stacked(keys, first, count);
+    auto step = cache.update(k, k, {.more = more});
+    for (Index h = 0; h < heads; ++h) step.done(h);
+  };
+  append(0, budget, false);
+  for (Index first = budget; first < tokens; first += size) {
+    append(first, std::min(size, tokens - first), true);
+    append(first, 0, false);
+  }
+  check_held(cache, golden.tensor<std::int32_t>("out_kept"), "prompt", findings);
+}
+
 // --- KeepItOdd
 
 KeepItOdd keep_it_odd(const GoldenCase& golden) {
@@ -584,6 +613,8 @@ GoldenRunner runner_for(const GoldenCase& golden) {
   if (label == "factory_cluster streamingllm") return {label, check_streaming_cluster};
   if (label == "streaming_llm") return {label, check_streaming_llm};
   if (label == "factory_l2norm l2norm") return {label, check_factory_l2norm};
+  if (label == "kvpress_score keydiff") return {label, check_kvpress_keydiff};
+  if (label == "kvpress_wrapped block_keydiff") return {label, check_block_keydiff};
   if (label == "kvpress_score knorm") return {label, check_kvpress_knorm};
   if (label == "kvpress_wrapped chunk_knorm") return {label, check_chunk_knorm};
   if (label == "kvpress_score snapkv") return {label, check_kvpress_snapkv};

@@ -7,6 +7,7 @@
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/full.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
+#include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"

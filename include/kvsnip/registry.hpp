@@ -20,6 +20,7 @@
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/full.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
+#include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
@@ -31,7 +32,7 @@ namespace kvsnip {
 /// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, and if it has options, an
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
-                                      KeyNorm, Random, KeepItOdd>;
+                                      KeyNorm, Random, KeepItOdd, KeyDiff>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.

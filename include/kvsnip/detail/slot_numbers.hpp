@@ -17,8 +17,9 @@ inline void require_vectors(std::string_view policy, const SlotsView& slots) {
   require_state(slots.has_vectors(), policy, ": needs keys and values to read: give the SlotPlanner some with set_vectors");
 }
 
-/// A base for policies: N floats per slot, kept in step with the slots.
-template <int N>
+/// A base for policies: N floats per slot, kept in step with the slots; and scratch that is there before it is needed.
+/// @tparam Vectors  scratch vectors of head_dim floats for each kv_head
+template <int N, int Vectors = 0>
 class SlotNumbers {
  public:
   /// Geometric.
@@ -37,16 +38,17 @@ class SlotNumbers {
   }
   void reset(const Shape& shape) {
     heads_.assign(static_cast<std::size_t>(shape.kv_heads), {});
-    for (Head& head : heads_) head.column.resize(static_cast<std::size_t>(shape.head_dim));
+    for (Head& head : heads_) head.vectors.resize(static_cast<std::size_t>((1 + Vectors) * shape.head_dim));
   }
   Index bytes() const {
     Index bytes = heap_bytes(heads_);
-    for (const Head& head : heads_) bytes += heap_bytes(head.numbers) + heap_bytes(head.column);
+    for (const Head& head : heads_) bytes += heap_bytes(head.numbers) + heap_bytes(head.vectors);
     return bytes;
   }
 
  protected:
   using Column = Eigen::Map<const Eigen::VectorXf>;
+  using Vector = Eigen::Map<Eigen::VectorXf>;
 
   /// (N) Of a token that has just entered `slot`, to be written.
   float* enter(Index kv_head, Index slot) {
@@ -61,16 +63,24 @@ class SlotNumbers {
   Column key(Index kv_head, const SlotsView& slots, Index slot) { return read(kv_head, slots, slot, &SlotsView::read_key); }
   Column value(Index kv_head, const SlotsView& slots, Index slot) { return read(kv_head, slots, slot, &SlotsView::read_value); }
 
+  /// (head_dim) Scratch.
+  template <int I>
+    requires(I < Vectors)
+  Vector vector(Index kv_head) {
+    const Index head_dim = static_cast<Index>(head(kv_head).vectors.size()) / (1 + Vectors);
+    return Vector(head(kv_head).vectors.data() + (1 + I) * head_dim, head_dim);
+  }
+
  private:
   struct Head {
     std::vector<float> numbers;  // (N, capacity)
-    std::vector<float> column;   // scratch: (head_dim)
+    std::vector<float> vectors;  // scratch: (head_dim, 1 + Vectors), the first for a column that is read
     Index size = 0;              // slots in use
   };
 
   Head& head(Index kv_head) { return heads_[static_cast<std::size_t>(kv_head)]; }
   Column read(Index kv_head, const SlotsView& slots, Index slot, void (SlotsView::*read_column)(Index, std::span<float>) const) {
-    std::vector<float>& column = head(kv_head).column;
+    const std::span<float> column(head(kv_head).vectors.data(), head(kv_head).vectors.size() / (1 + Vectors));
     if (slots.has_vectors()) (slots.*read_column)(slot, column);
     return Column(column.data(), static_cast<Index>(column.size()));
   }
