@@ -13,6 +13,7 @@
 #include <kvsnip/policy/keep_it_odd.hpp>
 #include <kvsnip/policy/key_diff.hpp>
 #include <kvsnip/policy/key_norm.hpp>
+#include <kvsnip/policy/q_filter.hpp>
 #include <kvsnip/policy/snapkv.hpp>
 #include <kvsnip/policy/streaming_llm.hpp>
 #include <vector>
@@ -467,6 +468,15 @@ void check_block_keydiff(const GoldenCase& golden, Findings& findings) {
   check_held(cache, golden.tensor<std::int32_t>("out_kept"), "prompt", findings);
 }
 
+// --- the other policies that look at keys and values
+
+void check_kvpress_qfilter(const GoldenCase& golden, Findings& findings) {
+  const auto filters = golden.tensor<float>("in_filters");  // [kv_heads, dim]
+  const kvsnip::QFilter policy(Eigen::Map<const Eigen::MatrixXf>(filters.data.data(), filters.dim(1), filters.dim(0)),
+                               {.num_sinks = 0, .recent_window = 0});
+  check_press(golden, policy, 0, golden.integer("q_len"), findings);
+}
+
 // --- KeepItOdd
 
 KeepItOdd keep_it_odd(const GoldenCase& golden) {
@@ -617,6 +627,7 @@ GoldenRunner runner_for(const GoldenCase& golden) {
   if (label == "kvpress_wrapped block_keydiff") return {label, check_block_keydiff};
   if (label == "kvpress_score knorm") return {label, check_kvpress_knorm};
   if (label == "kvpress_wrapped chunk_knorm") return {label, check_chunk_knorm};
+  if (label == "kvpress_score qfilter") return {label, check_kvpress_qfilter};
   if (label == "kvpress_score snapkv") return {label, check_kvpress_snapkv};
   if (label == "kvpress_score streaming") return {label, check_kvpress_streaming};
   return {label};

@@ -111,7 +111,7 @@ struct Promise {
 struct PolicyCase {
   std::string name;
   std::string type;  ///< the storage type: "float", "half" or "bfloat16"
-  std::string spec;  ///< the policy, as the registry writes it
+  std::string spec;  ///< the policy, as the registry writes it; "custom" if no spec can
   std::function<std::unique_ptr<Layer>(const Shape&, Index budget)> make;
   Promise promise;
 };

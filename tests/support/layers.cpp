@@ -96,6 +96,14 @@ PolicyCase behind_any_policy(const std::string& type, const kvsnip::AnyPolicy& p
           [type, policy](const Shape& shape, Index budget) { return make_layer(type, policy, shape, budget); }, promise};
 }
 
+/// One filter for all kv_heads, so that they are alike.
+kvsnip::AnyPolicy q_filter(const Shape& shape) {
+  return kvsnip::AnyPolicy(kvsnip::QFilter(Random(6).matrix(shape.head_dim, 1).replicate(1, shape.kv_heads), {.num_sinks = 2, .recent_window = 4, .refill_interval = 3}));
+}
+PolicyCase with_filters(const std::string& type, const Promise& promise) {
+  return {type + ", QFilter", type, "custom", [type](const Shape& shape, Index budget) { return make_layer(type, q_filter(shape), shape, budget); }, promise};
+}
+
 std::vector<PolicyCase> list_policies() {
   using namespace kvsnip;
   const StreamingLLM streaming_llm{{.num_sinks = 2}};
@@ -137,6 +145,7 @@ std::vector<PolicyCase> list_policies() {
     add(snapkv_max, {.evicts_decode = false, .kept_of_prompt = 4});
     add(key_norm, keeps_recents);
     add(key_diff, keeps_recents);
+    policies.push_back(with_filters(type, keeps_recents));
     add(random, keeps_recents_by_head);
     add(keep_it_odd, keeps_recents);
     add(Chain{snapkv, fraction}, window_then_recents);

@@ -19,7 +19,8 @@ inline void require_vectors(std::string_view policy, const SlotsView& slots) {
 
 /// A base for policies: N floats per slot, kept in step with the slots; and scratch that is there before it is needed.
 /// @tparam Vectors  scratch vectors of head_dim floats for each kv_head
-template <int N, int Vectors = 0>
+/// @tparam List     whether by_position() is needed
+template <int N, int Vectors = 0, bool List = false>
 class SlotNumbers {
  public:
   /// Geometric.
@@ -27,6 +28,7 @@ class SlotNumbers {
     std::vector<float>& numbers = head(kv_head).numbers;
     const auto wanted = static_cast<std::size_t>(N * num_slots);
     if (wanted > numbers.size()) numbers.resize(std::max(wanted, numbers.size() + numbers.size() / 2));
+    if constexpr (List) head(kv_head).list.reserve(numbers.size() / N);
   }
   void on_gather(Index kv_head, std::span<const Index> kept) {
     permute_columns(head(kv_head).numbers.data(), N, kept);  // kept is part of a permutation: the rest ends up behind
@@ -35,6 +37,7 @@ class SlotNumbers {
   void on_prompt_end(Index kv_head) {
     head(kv_head).numbers.resize(static_cast<std::size_t>(N * head(kv_head).size));
     head(kv_head).numbers.shrink_to_fit();
+    head(kv_head).list = {};
   }
   void reset(const Shape& shape) {
     heads_.assign(static_cast<std::size_t>(shape.kv_heads), {});
@@ -42,7 +45,7 @@ class SlotNumbers {
   }
   Index bytes() const {
     Index bytes = heap_bytes(heads_);
-    for (const Head& head : heads_) bytes += heap_bytes(head.numbers) + heap_bytes(head.vectors);
+    for (const Head& head : heads_) bytes += heap_bytes(head.numbers) + heap_bytes(head.vectors) + heap_bytes(head.list);
     return bytes;
   }
 
@@ -70,11 +73,23 @@ class SlotNumbers {
     const Index head_dim = static_cast<Index>(head(kv_head).vectors.size()) / (1 + Vectors);
     return Vector(head(kv_head).vectors.data() + (1 + I) * head_dim, head_dim);
   }
+  /// The slots that are wanted, by ascending position; valid until the next call for this kv_head.
+  template <class Wanted>
+    requires List
+  std::span<Index> by_position(Index kv_head, const SlotsView& slots, const Wanted& wanted) {
+    std::vector<Index>& list = head(kv_head).list;
+    list.clear();
+    for (Index slot = 0; slot < slots.size(); ++slot)
+      if (wanted(slot)) list.push_back(slot);
+    std::sort(list.begin(), list.end(), [&](Index a, Index b) { return slots.positions[static_cast<std::size_t>(a)] < slots.positions[static_cast<std::size_t>(b)]; });
+    return list;
+  }
 
  private:
   struct Head {
     std::vector<float> numbers;  // (N, capacity)
     std::vector<float> vectors;  // scratch: (head_dim, 1 + Vectors), the first for a column that is read
+    std::vector<Index> list;     // scratch: slots
     Index size = 0;              // slots in use
   };
 
