@@ -10,6 +10,7 @@
 #include <memory>
 #include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
+#include <kvsnip/policy/cur.hpp>
 #include <kvsnip/policy/keep_it_odd.hpp>
 #include <kvsnip/policy/key_diff.hpp>
 #include <kvsnip/policy/key_norm.hpp>
@@ -476,6 +477,20 @@ void check_kvpress_qfilter(const GoldenCase& golden, Findings& findings) {
                                {.num_sinks = 0, .recent_window = 0});
   check_press(golden, policy, 0, golden.integer("q_len"), findings);
 }
+void check_kvpress_cur(const GoldenCase& golden, Findings& findings) {
+  using kvsnip::CUR;
+  const std::string leverage = golden.text_or("leverage_type", "kv_product");
+  const Index sinks = golden.has("num_sinks") ? golden.integer("num_sinks") : 4;
+  const Index window = golden.has("local_window_size") ? golden.integer("local_window_size") : 16;
+  const CUR policy{{.leverage = leverage == "kv_product" ? CUR::Leverage::product
+                                : leverage == "kv_avg"   ? CUR::Leverage::mean
+                                : leverage == "key"      ? CUR::Leverage::key
+                                                         : CUR::Leverage::value,
+                    .local_window = golden.text_or("use_local_approximation", "1") == "1" ? window : 0,
+                    .num_sinks = sinks,
+                    .recent_window = 0}};
+  check_press(golden, policy, sinks, golden.integer("q_len"), findings);
+}
 
 // --- KeepItOdd
 
@@ -627,6 +642,7 @@ GoldenRunner runner_for(const GoldenCase& golden) {
   if (label == "kvpress_wrapped block_keydiff") return {label, check_block_keydiff};
   if (label == "kvpress_score knorm") return {label, check_kvpress_knorm};
   if (label == "kvpress_wrapped chunk_knorm") return {label, check_chunk_knorm};
+  if (label == "kvpress_score cur") return {label, check_kvpress_cur};
   if (label == "kvpress_score qfilter") return {label, check_kvpress_qfilter};
   if (label == "kvpress_score snapkv") return {label, check_kvpress_snapkv};
   if (label == "kvpress_score streaming") return {label, check_kvpress_streaming};

@@ -18,6 +18,7 @@
 #include "kvsnip/kv_cache.hpp"
 #include "kvsnip/policy.hpp"
 #include "kvsnip/policy/chain.hpp"
+#include "kvsnip/policy/cur.hpp"
 #include "kvsnip/policy/full.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
 #include "kvsnip/policy/key_diff.hpp"
@@ -32,7 +33,8 @@ namespace kvsnip {
 /// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, and if it has options, an
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
-                                      KeyNorm, Random, KeepItOdd, KeyDiff>;
+                                      KeyNorm, Random, KeepItOdd, KeyDiff,
+                                      CUR>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.

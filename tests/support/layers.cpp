@@ -114,6 +114,7 @@ std::vector<PolicyCase> list_policies() {
   const SnapKV snapkv_max{{.observation_window = 4, .pooling = SnapKV::Pooling::max, .pool_over = SnapKV::PoolOver::row, .group = SnapKV::Group::max}};
   const KeyNorm key_norm{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
   const KeyDiff key_diff{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
+  const CUR cur{{.local_window = 3, .num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
   const kvsnip::Random random{{.seed = 5, .num_sinks = 2, .recent_window = 4}};  // not test::Random
   const KeepItOdd keep_it_odd{{.num_sinks = 2, .recent_window = 4, .refill_interval = 2}};
 
@@ -146,6 +147,7 @@ std::vector<PolicyCase> list_policies() {
     add(key_norm, keeps_recents);
     add(key_diff, keeps_recents);
     policies.push_back(with_filters(type, keeps_recents));
+    add(cur, keeps_recents);
     add(random, keeps_recents_by_head);
     add(keep_it_odd, keeps_recents);
     add(Chain{snapkv, fraction}, window_then_recents);

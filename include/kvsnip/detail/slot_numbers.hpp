@@ -37,7 +37,7 @@ class SlotNumbers {
   void on_prompt_end(Index kv_head) {
     head(kv_head).numbers.resize(static_cast<std::size_t>(N * head(kv_head).size));
     head(kv_head).numbers.shrink_to_fit();
-    head(kv_head).list = {};
+    head(kv_head).list = std::vector<Index>();
   }
   void reset(const Shape& shape) {
     heads_.assign(static_cast<std::size_t>(shape.kv_heads), {});
