@@ -14,6 +14,7 @@
 #include <kvsnip/policy/keep_it_odd.hpp>
 #include <kvsnip/policy/key_diff.hpp>
 #include <kvsnip/policy/key_norm.hpp>
+#include <kvsnip/policy/lag_kv.hpp>
 #include <kvsnip/policy/q_filter.hpp>
 #include <kvsnip/policy/snapkv.hpp>
 #include <kvsnip/policy/streaming_llm.hpp>
@@ -491,6 +492,27 @@ void check_kvpress_cur(const GoldenCase& golden, Findings& findings) {
                     .recent_window = 0}};
   check_press(golden, policy, sinks, golden.integer("q_len"), findings);
 }
+/// What is not judged scores 1 here and ties with its like, the newer first; there so do the last partitions, while in a
+/// prompt too short for two partitions scores rise with the position: what stays is the same, and is compared.
+void check_kvpress_lagkv(const GoldenCase& golden, Findings& findings) {
+  const Index sinks = golden.integer("n_sink"), lag = golden.integer("lag_size"), budget = golden.integer("n_kept");
+  const kvsnip::LagKV policy{{.lag_size = lag,
+                              .cross_scoring = golden.text_or("cross_scoring", "0") == "1",
+                              .num_sinks = sinks,
+                              .recent_window = 0}};
+  const auto scores = golden.tensor<float>("out_scores");
+  const Index prompt = scores.dim(1);
+  const auto cache = compress(golden, budget, policy);
+  const bool too_short = prompt < sinks + 2 * lag;
+  if (!too_short) check_scores(cache, scores, 0, prompt, 1.0, findings);
+  for (Index h = 0; h < cache.shape().kv_heads; ++h) {
+    if (golden.text("boundary_tie") == "boundary")
+      check_best(sorted(cache.positions(h)), scores, h, 0, budget, findings);
+    else
+      check_same_set(sorted(cache.positions(h)), row(golden.tensor<std::int32_t>("out_kept"), h),
+                     "kv_head " + std::to_string(h), findings);
+  }
+}
 
 // --- KeepItOdd
 
@@ -643,6 +665,7 @@ GoldenRunner runner_for(const GoldenCase& golden) {
   if (label == "kvpress_score knorm") return {label, check_kvpress_knorm};
   if (label == "kvpress_wrapped chunk_knorm") return {label, check_chunk_knorm};
   if (label == "kvpress_score cur") return {label, check_kvpress_cur};
+  if (label == "kvpress_score lagkv") return {label, check_kvpress_lagkv};
   if (label == "kvpress_score qfilter") return {label, check_kvpress_qfilter};
   if (label == "kvpress_score snapkv") return {label, check_kvpress_snapkv};
   if (label == "kvpress_score streaming") return {label, check_kvpress_streaming};
