@@ -11,6 +11,7 @@
 #include <kvsnip/attention.hpp>
 #include <kvsnip/kv_cache.hpp>
 #include <kvsnip/policy/cur.hpp>
+#include <kvsnip/policy/finch.hpp>
 #include <kvsnip/policy/keep_it_odd.hpp>
 #include <kvsnip/policy/key_diff.hpp>
 #include <kvsnip/policy/key_norm.hpp>
@@ -81,20 +82,22 @@ void check_same_set(const std::vector<Index>& got, const std::vector<Index>& wan
                  to_string(sorted(want)));
 }
 
-// --- prompts scored by SnapKV
+// --- prompts scored by the rows of their last queries: SnapKV, Finch
 
-using Scored = test::RecordScores<SnapKV>;
-using SnapCache = KVCache<float, Scored>;
+template <class P>
+using RowsCache = KVCache<float, test::RecordScores<P>>;
+using SnapCache = RowsCache<SnapKV>;
 
 Eigen::MatrixXf random_keys(const Shape& shape, Index tokens) {
   return test::Random(1).matrix(shape.kv_heads * shape.head_dim, tokens);
 }
 
 /// A prompt whose wanted rows come from the case's queries, the last of the prompt.
-SnapCache run_on_queries(const Shape& shape, Index budget, const SnapKV& policy, const Eigen::MatrixXf& keys,
-                         const Array<float>& queries) {
-  SnapCache cache(shape, budget, Scored(policy));
-  SnapCache::Step step = cache.update(keys, keys);
+template <class P>
+RowsCache<P> run_on_queries(const Shape& shape, Index budget, const P& policy, const Eigen::MatrixXf& keys,
+                            const Array<float>& queries) {
+  RowsCache<P> cache(shape, budget, test::RecordScores<P>(policy));
+  auto step = cache.update(keys, keys);
   const Index wanted = step.wanted_rows();
   for (Index h = 0; h < shape.kv_heads; ++h) {
     if (wanted > 0)
@@ -107,7 +110,7 @@ SnapCache run_on_queries(const Shape& shape, Index budget, const SnapKV& policy,
 /// A prompt whose wanted rows come from the case's weights [query_heads, rows, prompt], of which the last are taken.
 SnapCache run_on_attention(const Shape& shape, Index budget, const SnapKV& policy, const Array<float>& attention) {
   const Index prompt = attention.dim(2), group = shape.group_size();
-  SnapCache cache(shape, budget, Scored(policy));
+  SnapCache cache(shape, budget, test::RecordScores<SnapKV>(policy));
   const Eigen::MatrixXf keys = random_keys(shape, prompt);
   SnapCache::Step step = cache.update(keys, keys);
   const Index wanted = step.wanted_rows();
@@ -205,6 +208,22 @@ void check_kvpress_snapkv(const GoldenCase& golden, Findings& findings) {
     check_same_set(sorted(cache.positions(h)), row(kept, h), "kv_head " + std::to_string(h), findings);
   check_scores(cache, golden.tensor<float>("out_scores"), 0, prompt - window, 1.0 / static_cast<double>(window),
                findings);
+}
+
+void check_kvpress_finch(const GoldenCase& golden, Findings& findings) {
+  const Index window = golden.integer("window_size"), prompt = golden.integer("q_len");
+  const Shape shape{.query_heads = golden.integer("n_heads"),
+                    .kv_heads = golden.integer("n_kv_heads"),
+                    .head_dim = golden.integer("head_dim")};
+  const kvsnip::Finch policy{
+      {.observation_window = window, .normalize = golden.text_or("normalize_scores", "1") == "1"}};
+  const auto cache =
+      run_on_queries(shape, golden.integer("n_kept"), policy, stacked(golden.tensor<float>("in_keys"), 0, prompt),
+                     golden.tensor<float>("in_queries"));
+  const auto kept = golden.tensor<std::int32_t>("out_kept");
+  for (Index h = 0; h < shape.kv_heads; ++h)
+    check_same_set(sorted(cache.positions(h)), row(kept, h), "kv_head " + std::to_string(h), findings);
+  check_scores(cache, golden.tensor<float>("out_scores"), 0, prompt - window, 1.0, findings);
 }
 
 /// cold-compress' prompt compressor: SnapKV with its global tokens as sinks; the group is averaged already.
@@ -666,6 +685,7 @@ GoldenRunner runner_for(const GoldenCase& golden) {
   if (label == "kvpress_wrapped chunk_knorm") return {label, check_chunk_knorm};
   if (label == "kvpress_score cur") return {label, check_kvpress_cur};
   if (label == "kvpress_score lagkv") return {label, check_kvpress_lagkv};
+  if (label == "kvpress_score finch") return {label, check_kvpress_finch};
   if (label == "kvpress_score qfilter") return {label, check_kvpress_qfilter};
   if (label == "kvpress_score snapkv") return {label, check_kvpress_snapkv};
   if (label == "kvpress_score streaming") return {label, check_kvpress_streaming};

@@ -12,6 +12,7 @@
 #include "reference/attention.hpp"
 #include "support/catch.hpp"
 #include "support/positions.hpp"
+#include "support/prompt_rows.hpp"
 #include "support/random.hpp"
 #include "support/record_scores.hpp"
 #include "support/tolerance.hpp"
@@ -22,9 +23,12 @@ using kvsnip::Index;
 using kvsnip::KVCache;
 using kvsnip::Shape;
 using kvsnip::SnapKV;
+using test::causal_weights;
 using test::consecutive;
+using test::feed;
 using test::Random;
 using test::RecordScores;
+using test::rows_per_query_head;
 using test::sorted;
 
 template <class T>
@@ -51,43 +55,6 @@ reference::SnapKVOptions random_options(Random& random) {
   o.count_padding = random.one_in(2);
   o.max_over_group = random.one_in(2);
   return o;
-}
-
-/// Causal weights of every query over a whole prompt, (positions, queries * group_size), exact in float.
-Eigen::MatrixXf causal_weights(Random& random, Index prompt, Index group) {
-  Eigen::MatrixXf weights = Eigen::MatrixXf::Zero(prompt, prompt * group);
-  for (Index column = 0; column < weights.cols(); ++column)
-    weights.col(column).head(column / group + 1) = random.weights(column / group + 1);
-  return weights;
-}
-
-/// The same weights, the last `num_queries` queries', one matrix per query head.
-std::vector<Eigen::MatrixXd> rows_per_query_head(const Eigen::MatrixXf& weights, Index num_queries, Index group) {
-  std::vector<Eigen::MatrixXd> rows(static_cast<std::size_t>(group), Eigen::MatrixXd(weights.rows(), num_queries));
-  const Index first = weights.cols() - num_queries * group;
-  Index g = 0;
-  for (Eigen::MatrixXd& head : rows) {
-    for (Index j = 0; j < num_queries; ++j) head.col(j) = weights.col(first + j * group + g).cast<double>();
-    ++g;
-  }
-  return rows;
-}
-
-/// Feeds positions [first, first + num_tokens) of a prompt and the weights its step asks for.
-template <class T>
-void feed(Cache<T>& cache, const std::vector<Eigen::MatrixXf>& weights, Index num_tokens, bool more) {
-  const Index rows = cache.shape().kv_heads * cache.shape().head_dim, group = cache.shape().group_size();
-  auto step =
-      cache.update(Eigen::MatrixXf::Zero(rows, num_tokens), Eigen::MatrixXf::Zero(rows, num_tokens), {.more = more});
-  const Index end = cache.tokens_seen(), wanted = step.wanted_rows();
-  Index h = 0;
-  for (const Eigen::MatrixXf& w : weights) {
-    if (step.wants_attention())
-      step.on_attention(h, w.block(0, (end - wanted) * group, step.size(h), wanted * group));
-    else
-      step.done(h);
-    ++h;
-  }
 }
 
 void check_scores(const std::vector<float>& got, const reference::SnapKVResult& expected, double relative) {

@@ -6,6 +6,7 @@
 #include "kvsnip/policy.hpp"
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/cur.hpp"
+#include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
 #include "kvsnip/policy/key_diff.hpp"

@@ -19,6 +19,7 @@
 #include "kvsnip/policy.hpp"
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/cur.hpp"
+#include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
 #include "kvsnip/policy/key_diff.hpp"
@@ -35,7 +36,7 @@ namespace kvsnip {
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
                                       KeyNorm, Random, KeepItOdd, KeyDiff,
-                                      CUR, LagKV>;
+                                      CUR, LagKV, Finch>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.

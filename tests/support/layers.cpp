@@ -116,6 +116,7 @@ std::vector<PolicyCase> list_policies() {
   const KeyDiff key_diff{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
   const CUR cur{{.local_window = 3, .num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
   const LagKV lag_kv{{.lag_size = 3, .num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
+  const Finch finch{{.observation_window = 5, .num_sinks = 1}};
   const kvsnip::Random random{{.seed = 5, .num_sinks = 2, .recent_window = 4}};  // not test::Random
   const KeepItOdd keep_it_odd{{.num_sinks = 2, .recent_window = 4, .refill_interval = 2}};
 
@@ -150,6 +151,7 @@ std::vector<PolicyCase> list_policies() {
     policies.push_back(with_filters(type, keeps_recents));
     add(cur, keeps_recents);
     add(lag_kv, keeps_recents);
+    add(finch, keeps_window);
     add(random, keeps_recents_by_head);
     add(keep_it_odd, keeps_recents);
     add(Chain{snapkv, fraction}, window_then_recents);
