@@ -6,7 +6,9 @@
 #include "support/thrown.hpp"
 
 #include <kvsnip/attention.hpp>
+#include <kvsnip/policy/chain.hpp>
 #include <kvsnip/policy/q_filter.hpp>
+#include <kvsnip/policy/streaming_llm.hpp>
 
 #include <cmath>
 #include <limits>
@@ -74,6 +76,18 @@ TEST_CASE("QFilter keeps what queries that lean one way attend to, as the paper 
   CHECK(mass > 0.7f);
 }
 
+TEST_CASE("QFilter compresses the prompt for another policy's decode") {
+  const kvsnip::Shape shape{.query_heads = 1, .kv_heads = 1, .head_dim = 1};
+  KVCache<float, kvsnip::Chain<QFilter, kvsnip::StreamingLLM>> cache(
+      shape, 3, kvsnip::Chain{QFilter(Eigen::MatrixXf::Ones(1, 1), {.num_sinks = 0, .recent_window = 0}), kvsnip::StreamingLLM{{.num_sinks = 0}}});
+  Eigen::MatrixXf k(1, 6);
+  k << 5, -3, 4, -1, 6, 0;
+  cache.update(k, k).done(0);
+  CHECK(sorted(cache.positions(0)) == std::vector<Index>{1, 3, 5});
+  cache.update(k.col(1), k.col(1)).done(0);
+  CHECK(sorted(cache.positions(0)) == std::vector<Index>{3, 5, 6});
+}
+
 TEST_CASE("QFilter's scores are finite for filters and keys of any accepted size") {
   const float largest = std::numeric_limits<float>::max();
   KVCache<float, test::RecordScores<QFilter>> cache({.query_heads = 1, .kv_heads = 1, .head_dim = 3}, 2,
@@ -94,7 +108,7 @@ TEST_CASE("QFilter refuses filters of a wrong shape, filters that are not finite
   CHECK(construct(3, 2) == "");
   CHECK(says(construct(3, 4), {"QFilter", "head_dim x kv_heads = 3 x 2", "3 x 4"}));
   CHECK(says(construct(2, 2), {"QFilter", "3 x 2", "2 x 2"}));
-  CHECK(says(construct(0, 0), {"QFilter", "3 x 2", "0 x 0"}));
+  CHECK(says(message_of([&] { KVCache<float, QFilter>(shape, 50); }), {"QFilter", "3 x 2", "0 x 0"}));
   Eigen::MatrixXf filters = Eigen::MatrixXf::Ones(3, 2);
   filters(2, 1) = std::numeric_limits<float>::infinity();
   CHECK(says(message_of([&] { QFilter{filters}; }), {"QFilter", "finite", "kv_head 1"}));

@@ -37,6 +37,8 @@ TEST_CASE("A plus chains the prompt's policy and the decode's") {
 
 TEST_CASE("A policy's text makes the same policy again") {
   for (const char* spec : {"full", "streaming_llm", "streaming_llm(num_sinks=0)", "scissorhands(history_window=32, mode=count)",
+                           "key_norm(refill_interval=1)", "random(seed=-3)", "cur(leverage=value, local_window=0)", "lag_kv(cross_scoring=true)",
+                           "finch(normalize=false)+keep_it_odd", "key_diff(num_sinks=4, recent_window=0)",
                            "snapkv(pooling=max, pool_over=row, count_padding=false, group=max)+scissorhands(drop=3)"}) {
     CAPTURE(spec);
     CHECK(to_string(make_policy(spec)) == spec);

@@ -27,7 +27,10 @@ class SlotNumbers {
   void reserve(Index kv_head, Index num_slots) {
     std::vector<float>& numbers = head(kv_head).numbers;
     const auto wanted = static_cast<std::size_t>(N * num_slots);
-    if (wanted > numbers.size()) numbers.resize(std::max(wanted, numbers.size() + numbers.size() / 2));
+    if (wanted > numbers.size()) {
+      numbers.reserve(std::max(wanted, numbers.size() + numbers.size() / 2 / N * N));
+      numbers.resize(numbers.capacity());
+    }
     if constexpr (List) head(kv_head).list.reserve(numbers.size() / N);
   }
   void on_gather(Index kv_head, std::span<const Index> kept) {

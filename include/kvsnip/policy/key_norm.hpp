@@ -6,7 +6,6 @@
 // protected by default; which layers to leave whole is a matter of their budgets.
 #pragma once
 
-#include <algorithm>
 #include <string_view>
 
 #include "kvsnip/detail/slot_numbers.hpp"
@@ -36,7 +35,7 @@ class KeyNorm : public detail::UsualOptions<KeyNormOptions>, public detail::Slot
   /// Minus the L2 norm of the slot's key (after RoPE, which leaves it as it was).
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) const {
     detail::require_vectors("KeyNorm", slots);
-    std::transform(numbers(kv_head), numbers(kv_head) + slots.size(), out.begin(), [](float norm) { return -norm; });
+    for (std::size_t slot = 0; slot < out.size(); ++slot) out[slot] = -numbers(kv_head)[slot];
   }
 };
 static_assert(Policy<KeyNorm> && ScoresSlots<KeyNorm> && TracksInserts<KeyNorm> && TracksGathers<KeyNorm> && ReservesState<KeyNorm> &&

@@ -29,9 +29,10 @@ struct QFilterOptions {
 
 class QFilter : public detail::UsualOptions<QFilterOptions>, public detail::SlotNumbers<1> {
  public:
-  /// @param filters  (head_dim, kv_heads), finite; after RoPE, as the keys are. Copied.
+  /// @param filters  (head_dim, kv_heads), finite; after RoPE, as the keys are. Copied. There is no default: a cache
+  ///                 refuses a policy without them.
   /// @throws std::invalid_argument  here a filter that is not finite; from the cache's constructor one of another shape
-  explicit QFilter(const Eigen::Ref<const Eigen::MatrixXf>& filters, const QFilterOptions& options = {})
+  explicit QFilter(const Eigen::Ref<const Eigen::MatrixXf>& filters = Eigen::MatrixXf(), const QFilterOptions& options = {})
       : UsualOptions("QFilter", options), head_dim_(filters.rows()) {
     for (Index h = 0; h < filters.cols(); ++h) {
       detail::require(detail::all_within(filters.col(h).data(), head_dim_, std::numeric_limits<float>::max()),
