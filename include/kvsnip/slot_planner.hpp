@@ -201,7 +201,7 @@ class SlotPlanner {
   void commit() {
     for (Index h = 0; h < shape_.kv_heads; ++h) tell_policy(h);
     for (Head& head : heads_) head.books.commit();  // does not throw; if the policy did, a prompt can still be abandoned
-    if (compacts_) scores_ = {};
+    if (compacts_) scores_ = std::vector<float>();
     close();
   }
   /// Take the open step back: positions, queue, sequence and policy are as before plan().
@@ -306,9 +306,8 @@ class SlotPlanner {
     const detail::HeadBooks& books = head(kv_head).books;
     scores_.resize(books.positions.size());
     hooks::score(policy_, kv_head, slots_view(head(kv_head), phase), std::span<float>(scores_));
-    const auto nan = std::find_if(scores_.begin(), scores_.end(), detail::is_nan) - scores_.begin();
-    if (nan < static_cast<std::ptrdiff_t>(scores_.size()))
-      detail::fail<std::logic_error>("score: the policy returned NaN for kv_head ", kv_head, ", position ", books.positions[static_cast<std::size_t>(nan)]);
+    const Index nan = detail::first_nan(scores_.data(), static_cast<Index>(scores_.size()));
+    detail::require_state(nan < 0, "score: the policy returned NaN for kv_head ", kv_head, ", position ", nan < 0 ? 0 : books.positions[static_cast<std::size_t>(nan)]);
   }
   /// Lowest score first; of equals the older position.
   auto goes_before(const detail::HeadBooks& books) const {
@@ -333,7 +332,7 @@ class SlotPlanner {
           const Index position = books.positions[static_cast<std::size_t>(slot)];
           return position < recent && !sequence_.is_sink(position, p) && std::find(books.victims.begin(), books.victims.end(), slot) == books.victims.end();
         };
-        detail::select_first(books.size(), std::max(eviction.count, missing), evictable, goes_before(books), books.refill);
+        detail::select_lowest(scores_, std::max(eviction.count, missing), evictable, goes_before(books), books.refill);
         if (eviction.bulk) {
           books.victims.swap(books.refill);
           books.drop_in_bulk();

@@ -105,16 +105,11 @@ void unpermute_columns(T* columns, Index rows, std::span<const Index> order) {
   }
 }
 
-/// In place: x[i] = x[kept[i]]. Slots in ascending order need no scratch.
+/// In place, without scratch: x[i] = x[kept[i]].
 template <class T>
 void gather_in_place(T* x, std::span<const Index> kept) {
-  if (std::is_sorted(kept.begin(), kept.end())) {
-    for (std::size_t i = 0; i < kept.size(); ++i) x[i] = x[kept[i]];
-  } else {
-    std::vector<T> moved(kept.size());
-    for (std::size_t i = 0; i < kept.size(); ++i) moved[i] = x[kept[i]];
-    std::copy(moved.begin(), moved.end(), x);
-  }
+  if (!std::is_sorted(kept.begin(), kept.end())) return permute_columns(x, 1, kept);  // part of a permutation: the rest ends up anywhere
+  for (std::size_t i = 0; i < kept.size(); ++i) x[i] = x[kept[i]];
 }
 
 /// Heap bytes of a vector.

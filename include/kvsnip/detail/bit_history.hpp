@@ -19,10 +19,16 @@ class BitHistory {
  public:
   explicit BitHistory(Index window) : window_(window), num_words_((window + 15) / 16) {}
 
-  /// Rows of the window that a slot has seen: those since its token came.
-  Index rows_seen(Index slot) const { return std::min(window_, num_rows_ - born_[at(slot)]); }
-  /// How many of those marked it.
-  Index marked(Index slot) const { return marked_[at(slot)]; }
+  /// use(slot, marked, seen): of the rows of the window that a slot has seen, those since its token came, how many marked it.
+  template <class Use>
+  void for_each(Index num_slots, Use use) const {
+    const std::uint16_t* marked = marked_.data();
+    const Index* born = born_.data();
+    for (Index slot = 0; slot < num_slots; ++slot) {
+      const auto seen = static_cast<std::int32_t>(std::min(window_, num_rows_ - born[slot]));
+      use(slot, static_cast<float>(marked[slot]), static_cast<float>(seen));
+    }
+  }
 
   /// Room for so many slots; geometric.
   void reserve(Index num_slots) {
@@ -36,18 +42,23 @@ class BitHistory {
     marked_[at(slot)] = 0;
     born_[at(slot)] = num_rows_;
   }
-  /// Record a row: mark(slot) is 1 where it marks a slot, else 0.
+  /// Record a row. @param mark  (slot) whether the row marks it
   template <class Mark>
   void record(Index num_slots, Mark mark) {
     const Index turn = num_rows_ % window_;
     std::uint16_t* words = words_.data() + (turn / 16) * capacity_;
     std::uint16_t* counts = marked_.data();
-    const int shift = static_cast<int>(turn % 16);
-    const auto others = static_cast<std::uint16_t>(~(1u << shift));
-    for (Index slot = 0; slot < num_slots; ++slot) {
-      const std::uint16_t word = words[slot], bit = mark(slot);
-      counts[slot] = static_cast<std::uint16_t>(counts[slot] + bit - ((word >> shift) & 1));
-      words[slot] = static_cast<std::uint16_t>((word & others) | (bit << shift));
+    const auto bit = static_cast<std::uint16_t>(1u << (turn % 16)), others = static_cast<std::uint16_t>(~bit);
+    constexpr Index block = 256;
+    std::uint16_t ones[block];  // all bits of it, where marked: what follows needs no shifts and vectorises in 16 bits
+    for (Index first = 0; first < num_slots; first += block) {
+      const Index count = std::min(block, num_slots - first);
+      for (Index i = 0; i < count; ++i) ones[i] = mark(first + i) ? 0xffff : 0;
+      for (Index i = 0; i < count; ++i) {
+        const std::uint16_t word = words[first + i], leaving = (word & bit) != 0 ? 0xffff : 0;
+        counts[first + i] = static_cast<std::uint16_t>(counts[first + i] - ones[i] + leaving);  // 0xffff is -1
+        words[first + i] = static_cast<std::uint16_t>((word & others) | (ones[i] & bit));
+      }
     }
     ++num_rows_;
   }

@@ -1,11 +1,10 @@
-// Between float32 and what is stored, and the check that values are fit to be stored.
+// Float32 of what is stored, and the check that values are fit to be stored.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <concepts>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 
 #include "kvsnip/policy.hpp"
@@ -34,6 +33,12 @@ inline float to_float(Eigen::half x) {
 // -ffast-math cannot argue them away.
 inline std::uint32_t magnitude_bits(float x) { return std::bit_cast<std::uint32_t>(x) & 0x7fffffffu; }
 inline bool is_nan(float x) { return magnitude_bits(x) > 0x7f800000u; }
+/// The first NaN, or -1.
+inline Index first_nan(const float* x, Index n) {
+  std::uint32_t largest = 0;
+  for (Index i = 0; i < n; ++i) largest = std::max(largest, magnitude_bits(x[i]));
+  return largest <= 0x7f800000u ? -1 : std::find_if(x, x + n, is_nan) - x;
+}
 
 /// Whether all of x is finite and at most `limit` in magnitude.
 template <class S>
@@ -49,19 +54,14 @@ inline bool all_weights(const float* x, Index n) {
   return largest < 0x7f800000u;
 }
 
-template <class From, class To>
-void convert(const From* from, Index n, To* to) {
-  if constexpr (std::same_as<From, To>) std::memcpy(static_cast<void*>(to), from, static_cast<std::size_t>(n) * sizeof(To));
-  else if constexpr (std::same_as<To, float>)
-    for (Index i = 0; i < n; ++i) to[i] = to_float(from[i]);
-  else
-    for (Index i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
-}
-
-/// SlotsView::ReadColumn for columns of T.
-template <class T>
-void read_column(const void* columns, Index head_dim, Index slot, float* out) {
-  convert(static_cast<const T*>(columns) + slot * head_dim, head_dim, out);
+/// The same for what is stored in 16 bits: magnitudes are in order there too.
+template <class S>
+  requires(sizeof(S) == 2)
+bool all_within(const S* x, Index n, float limit) {
+  std::uint16_t largest = 0;
+  for (Index i = 0; i < n; ++i) largest = std::max(largest, static_cast<std::uint16_t>(std::bit_cast<std::uint16_t>(x[i]) & 0x7fffu));
+  const bool finite = largest < (std::same_as<S, Eigen::half> ? 0x7c00u : 0x7f80u);
+  return finite && to_float(std::bit_cast<S>(largest)) <= limit;
 }
 
 }  // namespace kvsnip::detail

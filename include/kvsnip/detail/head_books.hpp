@@ -97,7 +97,7 @@ struct HeadBooks {
       displaced.clear();
       for (const Index slot : kept) displaced.push_back(position(slot));
       positions.swap(displaced);
-      displaced = {}, new_slots = {};  // they were as large as the prompt
+      displaced = std::vector<Index>(), new_slots = std::vector<Index>();  // they were as large as the prompt
       queue.clear(), queue_next = 0;
     } else if (!order.empty()) {
       queue.clear(), queue_next = 0;  // slots moved

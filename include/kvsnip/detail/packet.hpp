@@ -5,6 +5,7 @@
 #include <bit>
 #include <concepts>
 #include <cstdint>
+#include <cstring>
 
 #include "kvsnip/detail/convert.hpp"
 #include "kvsnip/policy.hpp"
@@ -28,7 +29,7 @@ inline Packet load(const Eigen::half* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 #else
   alignas(64) float buffer[packet_size];
-  convert(x, packet_size, buffer);
+  for (Index i = 0; i < packet_size; ++i) buffer[i] = to_float(x[i]);
   return Eigen::internal::pload<Packet>(buffer);
 #endif
 }
@@ -40,16 +41,47 @@ inline Packet load(const Eigen::bfloat16* x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))), 16));
 #else
   alignas(64) float buffer[packet_size];
-  convert(x, packet_size, buffer);
+  for (Index i = 0; i < packet_size; ++i) buffer[i] = to_float(x[i]);
   return Eigen::internal::pload<Packet>(buffer);
 #endif
 }
 
+/// Store packets rounded to nearest, ties to even.
+inline void store(Eigen::half* out, Packet x) {
+#if defined(EIGEN_VECTORIZE_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(EIGEN_VECTORIZE_AVX) && defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  alignas(64) float buffer[packet_size];
+  Eigen::internal::pstore(buffer, x);
+  for (Index i = 0; i < packet_size; ++i) out[i] = static_cast<Eigen::half>(buffer[i]);
+#endif
+}
+
+/// Between float and what is stored.
+template <class From, class To>
+void convert(const From* from, Index n, To* to) {
+  const Index whole = n / packet_size * packet_size;
+  if constexpr (std::same_as<From, To>) {
+    std::memcpy(static_cast<void*>(to), from, static_cast<std::size_t>(n) * sizeof(To));
+  } else if constexpr (std::same_as<To, float>) {
+    for (Index i = 0; i < whole; i += packet_size) Eigen::internal::pstoreu(to + i, load(from + i));
+    for (Index i = whole; i < n; ++i) to[i] = to_float(from[i]);
+  } else if constexpr (std::same_as<To, Eigen::half>) {
+    for (Index i = 0; i < whole; i += packet_size) store(to + i, load(from + i));
+    for (Index i = whole; i < n; ++i) to[i] = static_cast<To>(from[i]);
+  } else {
+    for (Index i = 0; i < n; ++i) {  // bfloat16 of a finite number, branch-free
+      const auto bits = std::bit_cast<std::uint32_t>(from[i]);
+      to[i] = std::bit_cast<To>(static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
+    }
+  }
+}
+/// SlotsView::ReadColumn for columns of T.
 template <class T>
-void load_all(const T* x, Index n, float* out) {
-  Index i = 0;
-  for (; i + packet_size <= n; i += packet_size) Eigen::internal::pstoreu(out + i, load(x + i));
-  convert(x + i, n - i, out + i);
+void read_column(const void* columns, Index head_dim, Index slot, float* out) {
+  convert(static_cast<const T*>(columns) + slot * head_dim, head_dim, out);
 }
 
 /// x, kept in a register, where compilers cannot see through it: GCC would rather load it again for every use, and -ffast-math

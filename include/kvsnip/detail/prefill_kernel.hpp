@@ -188,7 +188,7 @@ class PrefillTile {
     if constexpr (std::same_as<T, float>) {
       return head_.keys + first * head_.head_dim;
     } else {
-      load_all(head_.keys + first * head_.head_dim, slots * head_.head_dim, keys_);
+      convert(head_.keys + first * head_.head_dim, slots * head_.head_dim, keys_);
       return keys_;
     }
   }

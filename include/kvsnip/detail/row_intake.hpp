@@ -20,12 +20,20 @@ inline Index first_bad_column(const AttentionRows::Weights& weights) {
 /// @param weights  (slots, queries * group_size), a query's heads side by side
 /// @param mean     (slots, queries)
 inline void mean_over_group(const AttentionRows::Weights& weights, Index group_size, float* mean) {
-  const Index slots = weights.rows();
+  constexpr Index block = 32;  // stays in registers while the heads are added
+  using Block = Eigen::Array<float, block, 1>;
+  const Index slots = weights.rows(), whole = group_size > 1 ? slots / block * block : 0;
   for (Index j = 0; j < weights.cols() / group_size; ++j) {
-    Eigen::Map<Eigen::ArrayXf> out(mean + j * slots, slots);
-    out = weights.col(j * group_size).array();
-    for (Index g = 1; g < group_size; ++g) out += weights.col(j * group_size + g).array();
-    if (group_size > 1) out /= static_cast<float>(group_size);
+    const float* heads = weights.col(j * group_size).data();
+    for (Index slot = 0; slot < whole; slot += block) {
+      Block sum = Eigen::Map<const Block>(heads + slot);
+      for (Index g = 1; g < group_size; ++g) sum += Eigen::Map<const Block>(heads + g * weights.outerStride() + slot);
+      Eigen::Map<Block>(mean + j * slots + slot) = sum / static_cast<float>(group_size);
+    }
+    Eigen::Map<Eigen::ArrayXf> rest(mean + j * slots + whole, slots - whole);
+    rest = weights.col(j * group_size).tail(slots - whole).array();
+    for (Index g = 1; g < group_size; ++g) rest += weights.col(j * group_size + g).tail(slots - whole).array();
+    if (group_size > 1) rest /= static_cast<float>(group_size);
   }
 }
 inline Eigen::MatrixXf mean_over_group(const AttentionRows::Weights& weights, Index group_size) {

@@ -13,22 +13,29 @@
 
 namespace kvsnip::detail {
 
-/// The first `count` of the eligible slots in the strict total order `before`, first one first.
-/// A slot past the k best so far costs one comparison; nothing is allocated once `out` has the capacity.
+/// The `count` lowest of the eligible slots, first one first: by score, equal ones as the strict order `before` says.
+/// Slots past the best so far are passed over a block at a time; nothing is allocated once `out` has the capacity.
 template <class Eligible, class Before>
-void select_first(Index num_slots, Index count, Eligible eligible, Before before, std::vector<Index>& out) {
+void select_lowest(std::span<const float> scores, Index count, Eligible eligible, Before before, std::vector<Index>& out) {
   out.clear();
   if (count <= 0) return;
-  for (Index slot = 0; slot < num_slots; ++slot) {
-    if (!eligible(slot)) continue;
-    if (static_cast<Index>(out.size()) < count) {
-      out.push_back(slot);
-      std::push_heap(out.begin(), out.end(), before);
-    } else if (before(slot, out.front())) {
-      std::pop_heap(out.begin(), out.end(), before);
-      out.back() = slot;
-      std::push_heap(out.begin(), out.end(), before);
-    }
+  const auto num_slots = static_cast<Index>(scores.size());
+  constexpr Index block = 64;
+  bool full = false;
+  float highest = 0.0f;  // of a full `out`
+  const auto consider = [&](Index slot) {
+    if (full && (scores[static_cast<std::size_t>(slot)] > highest || !before(slot, out.front()))) return;
+    if (!eligible(slot)) return;
+    if (full) std::pop_heap(out.begin(), out.end(), before), out.pop_back();
+    out.push_back(slot);
+    std::push_heap(out.begin(), out.end(), before);
+    full = static_cast<Index>(out.size()) == count;
+    highest = scores[static_cast<std::size_t>(out.front())];
+  };
+  for (Index first = 0; first < num_slots; first += block) {
+    const Index end = std::min(first + block, num_slots);
+    if (full && end == first + block && Eigen::Map<const Eigen::Array<float, block, 1>>(scores.data() + first).minCoeff() > highest) continue;
+    for (Index slot = first; slot < end; ++slot) consider(slot);
   }
   std::sort_heap(out.begin(), out.end(), before);
 }

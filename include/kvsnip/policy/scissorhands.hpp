@@ -84,13 +84,13 @@ class Scissorhands {
       if (position % options_.record_interval != 0) continue;
       const float* weights = rows.mean.col(j).data();
       const float uniform = 1.0f / static_cast<float>(rows.num_visible(j));
-      const auto is_low = [=](Index slot) { return static_cast<std::uint16_t>(weights[slot] < uniform); };
+      const auto is_low = [=](Index slot) { return weights[slot] < uniform; };
       if (position == rows.step.last_position()) {
         history.record(rows.mean.rows(), is_low);
         continue;
       }
       const auto is_later = [&](Index slot) { return rows.positions[static_cast<std::size_t>(slot)] > position; };
-      history.record(rows.mean.rows(), [&](Index slot) { return is_later(slot) ? std::uint16_t{0} : is_low(slot); });
+      history.record(rows.mean.rows(), [&](Index slot) { return !is_later(slot) && is_low(slot); });
       for (Index slot = 0; slot < rows.mean.rows(); ++slot)
         if (is_later(slot)) history.unsee(slot);
     }
@@ -98,13 +98,12 @@ class Scissorhands {
 
   /// The larger the share (or number) of low rows, the lower. A slot never observed ranks above all that were.
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) const {
-    const detail::BitHistory& history = histories_[static_cast<std::size_t>(kv_head)];
-    for (Index slot = 0; slot < slots.size(); ++slot) {
-      const auto low = static_cast<float>(history.marked(slot)), seen = static_cast<float>(history.rows_seen(slot));
-      float& score = out[static_cast<std::size_t>(slot)];
-      if (seen == 0.0f) score = 1.0f;
-      else score = options_.mode == Mode::count ? -low : -low / seen;
-    }
+    const float by_seen = options_.mode == Mode::count ? 0.0f : 1.0f;
+    float* scores = out.data();
+    histories_[static_cast<std::size_t>(kv_head)].for_each(slots.size(), [=](Index slot, float low, float seen) {
+      const float unseen = std::max(1.0f - seen, 0.0f);  // 1 or 0: no branch, so that compilers vectorise
+      scores[slot] = unseen - low / (1.0f + by_seen * (seen + unseen - 1.0f));
+    });
   }
 
   void reserve(Index kv_head, Index num_slots) { histories_[static_cast<std::size_t>(kv_head)].reserve(num_slots); }
