@@ -8,6 +8,7 @@
 #include <functional>
 #include <kvsnip/kvsnip.hpp>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace bench {
@@ -126,16 +127,15 @@ class Machine {
           sum[s] = ei::padd(sum[s], ei::ploadu<Packet>(data + s * stream + i + p));
     return ei::predux(ei::padd(ei::padd(sum[0], sum[1]), ei::padd(sum[2], sum[3])));
   }
+  /// Into the accumulator, and written out: Clang would otherwise move or spill the sums.
   static float chain_of_multiply_adds() {
-    namespace ei = Eigen::internal;
-    Packet sum[num_sums];
-    for (Packet& s : sum) s = ei::pset1<Packet>(0.5f);
-    const Packet x = ei::pset1<Packet>(0.999f), y = ei::pset1<Packet>(1e-3f);
-    for (int i = 0; i < num_steps; ++i)
-      for (Packet& s : sum) s = ei::pmadd(s, x, y);
-    float total = 0;
-    for (const Packet& s : sum) total += ei::predux(s);
-    return total;
+    return []<std::size_t... i>(std::index_sequence<i...>) {
+      namespace ei = Eigen::internal;
+      const Packet x = ei::pset1<Packet>(0.999f), y = ei::pset1<Packet>(1e-3f);
+      Packet sum[] = {ei::pset1<Packet>(static_cast<float>(i))...};
+      for (int step = 0; step < num_steps; ++step) ((sum[i] = ei::pmadd(x, y, sum[i])), ...);
+      return (ei::predux(sum[i]) + ...);
+    }(std::make_index_sequence<num_sums>{});
   }
 
   Threads& threads_;
