@@ -322,6 +322,12 @@ class KVCache<T, P>::Step {
     const Index slots = size(kv_head);
     finish_if(cache_->planner_.accept(kv_head, {weights, slots, columns, Eigen::OuterStride<>(slots)}));
   }
+  /// Likewise, of a policy that looks at the mean over the group alone. @param mean  (size, queries), contiguous
+  void accept_mean(Index kv_head, const float* mean, Index queries) {
+    const Index slots = size(kv_head);
+    finish_if(cache_->planner_.accept_mean(kv_head, {mean, slots, queries, Eigen::OuterStride<>(slots)}));
+  }
+  bool wants_query_heads() const { return open().wants_query_heads(); }
   /// Likewise. @param mean  (size) over the group
   void accept_column_sums(Index kv_head, const float* mean) { finish_if(cache_->planner_.accept_column_sums(kv_head, mean)); }
 

@@ -143,20 +143,18 @@ class SlotPlanner {
   }
   /// on_attention without a look at the weights, for those that our own kernels computed.
   bool accept(Index kv_head, const Weights& weights) {
-    Head& head = head_at(kv_head);
-    detail::require_state(weights.cols() <= open_head(kv_head).rows.left() * shape_.group_size(), "kv_head ", kv_head, " has had its rows");
-    if (step_.phase == Phase::decode) {  // kept aside: the policy sees the step once it can no longer be taken back
-      head.rows.keep(weights, shape_.group_size(), wanted_rows_, hooks::wants_query_heads(policy_));
-    } else {  // a prompt's rows may be too many to keep; saved_policy_ takes them back
-      insert_new(kv_head);
-      const Index first = sequence_.next_position - head.rows.left();
-      const Eigen::MatrixXf mean = detail::mean_over_group(weights, shape_.group_size());
-      hooks::observe(policy_, kv_head, AttentionRows{Weights(mean.data(), mean.rows(), mean.cols(), Eigen::OuterStride<>(mean.rows())),
-                                                     weights, first, step_, head.books.positions});
-      head.rows.skip(mean.cols());
-    }
-    return head.rows.is_complete() && end(head);
+    const Index group = shape_.group_size();
+    if (step_.phase != Phase::decode) return pass_on(kv_head, detail::mean_over_group(weights, group), weights);
+    rows_to_come(kv_head, weights.cols() / group).keep(weights, group, wanted_rows_, wants_query_heads());
+    return end_if_complete(kv_head);
   }
+  /// The same if !wants_query_heads(). @param mean  (size, queries) over the group
+  bool accept_mean(Index kv_head, const Weights& mean) {
+    if (step_.phase != Phase::decode) return pass_on(kv_head, mean, Weights(nullptr, mean.rows(), 0, Eigen::OuterStride<>(mean.rows())));
+    rows_to_come(kv_head, mean.cols()).keep(mean, 1, wanted_rows_, false);
+    return end_if_complete(kv_head);
+  }
+  bool wants_query_heads() const { return hooks::wants_query_heads(policy_); }
   /// The weights of one kv_head summed over all queries of the step: (size, group_size), a query head a column.
   /// @return whether the step's last head ended
   bool on_column_sums(Index kv_head, const Weights& sums) {
@@ -173,7 +171,7 @@ class SlotPlanner {
     insert_new(kv_head);
     hooks::observe_column_sums(policy_, kv_head, ColumnSums{{mean, head.books.positions.size()}, step_, head.books.positions});
     head.rows.sums_came();
-    return head.rows.is_complete() && end(head);
+    return end_if_complete(kv_head);
   }
   /// End a kv_head of which nothing is wanted. @return whether the step's last head ended
   bool done(Index kv_head) {
@@ -357,7 +355,24 @@ class SlotPlanner {
     books.displaced.reserve(books.kept.size());  // for commit()
   }
 
-  // --- the step's end
+  // --- the step's rows and end
+  detail::RowIntake& rows_to_come(Index kv_head, Index queries) {
+    detail::require_state(queries <= open_head(kv_head).rows.left(), "kv_head ", kv_head, " has had its rows");
+    return head_at(kv_head).rows;
+  }
+  /// A prompt's rows go to the policy at once: they may be too many to keep, and saved_policy_ takes them back.
+  bool pass_on(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& mean, const Weights& query_heads) {
+    detail::RowIntake& rows = rows_to_come(kv_head, mean.cols());
+    insert_new(kv_head);
+    const Weights means(mean.data(), mean.rows(), mean.cols(), Eigen::OuterStride<>(mean.outerStride()));
+    hooks::observe(policy_, kv_head, AttentionRows{means, query_heads, sequence_.next_position - rows.left(), step_, positions(kv_head)});
+    rows.skip(mean.cols());
+    return end_if_complete(kv_head);
+  }
+  bool end_if_complete(Index kv_head) {
+    Head& head = head_at(kv_head);
+    return head.rows.is_complete() && end(head);
+  }
   bool end(Head& head) {
     head.ended = true;
     return state_.end_head();

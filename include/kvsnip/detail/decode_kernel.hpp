@@ -94,15 +94,13 @@ void logits_of_streams(const T* keys, Index count, Index apart, Index dim, const
 template <class T>
 void logits(const T* keys, Index slots, Index head_dim, const float* q, Index columns, float* out, Index stride) {
   const Index part = slots / streams, block = block_slots_of<T>(head_dim);
-  for (Index first = 0; first < part; first += block)
+  const auto add = [&](Index first, Index count, Index apart) {
     for_column_tiles(columns, [&](Index column, auto width) {
-      logits_of_streams<width>(keys + first * head_dim, std::min(block, part - first), part, head_dim, q + column * head_dim,
-                               out + column * stride + first, stride);
+      logits_of_streams<width>(keys + first * head_dim, count, apart, head_dim, q + column * head_dim, out + column * stride + first, stride);
     });
-  for (Index slot = part * streams; slot < slots; ++slot)  // by the same tiles: equal keys get equal logits to the bit
-    for_column_tiles(columns, [&](Index column, auto width) {
-      logits_of_streams<width>(keys + slot * head_dim, 1, 0, head_dim, q + column * head_dim, out + column * stride + slot, stride);
-    });
+  };
+  for (Index first = 0; first < part; first += block) add(first, std::min(block, part - first), part);
+  for (Index slot = part * streams; slot < slots; ++slot) add(slot, 1, 0);  // by the same tiles: equal keys get equal logits to the bit
 }
 
 /// The logit of a slot that a query cannot see. Finite: builds with -ffast-math have no infinity.
@@ -186,13 +184,13 @@ template <class T>
 void weighted_values(const T* values, Index slots, Index head_dim, const float* weights, Index stride, Index columns, float* out) {
   std::fill_n(out, head_dim * columns, 0.0f);
   const Index part = slots / streams, block = block_slots_of<T>(head_dim);
-  const auto add = [&](auto num_streams, Index first, Index count) {
+  for (Index first = 0; first < part; first += block)
     for_column_tiles(columns, [&](Index column, auto width) {
-      values_block<width, num_streams>(values + first * head_dim, count, part, head_dim, weights + column * stride + first, stride, out + column * head_dim);
+      values_block<width, streams>(values + first * head_dim, std::min(block, part - first), part, head_dim, weights + column * stride + first, stride,
+                                   out + column * head_dim);
     });
-  };
-  for (Index first = 0; first < part; first += block) add(std::integral_constant<int, streams>{}, first, std::min(block, part - first));
-  add(std::integral_constant<int, 1>{}, part * streams, slots % streams);
+  for (Index column = 0; column < columns && part * streams < slots; ++column)  // the one beyond the streams
+    values_block<1, 1>(values + part * streams * head_dim, slots % streams, 0, head_dim, weights + column * stride + part * streams, stride, out + column * head_dim);
 }
 
 /// What a kernel reads of one kv_head.
@@ -263,15 +261,23 @@ class DecodeTile {
         for (Index d = 0; d < head_.head_dim; ++d) out[d] += factor_[i] * sums_[i * head_.head_dim + d];
     }
   }
-  /// Last: the weights of the queries from `first` on, (slots, queries * group_size).
-  const float* rows(Index first) {
-    for (Index column = first * head_.group_size; column < columns_; ++column)
+  /// Last: the weights of the queries from `first` on, (slots, queries * group_size), or their means over the group,
+  /// (slots, queries). In place.
+  const float* rows(Index first, bool mean) {
+    const Index heads = mean ? head_.group_size : 1, begin = first * head_.group_size;
+    for (Index row = 0; row < (columns_ - begin) / heads; ++row)
       for (Index part = 0; part < parts_; ++part) {
-        const float factor = factor_[part * columns_ + column];
-        float* weights = weights_ + column * head_.slots;
-        for (Index slot = part * part_slots; slot < std::min(head_.slots, (part + 1) * part_slots); ++slot) weights[slot] *= factor;
+        const Index column = begin + row * heads;
+        const float* weights = weights_ + column * head_.slots;
+        float* out = weights_ + (begin + row) * head_.slots;  // at or before what is read
+        const float* factor = factor_ + part * columns_ + column;
+        for (Index slot = part * part_slots; slot < std::min(head_.slots, (part + 1) * part_slots); ++slot) {
+          float sum = weights[slot] * factor[0];
+          for (Index g = 1; g < heads; ++g) sum += weights[g * head_.slots + slot] * factor[g];
+          out[slot] = heads > 1 ? sum / static_cast<float>(heads) : sum;
+        }
       }
-    return weights_ + first * head_.group_size * head_.slots;
+    return weights_ + begin * head_.slots;
   }
 
  private:

@@ -2,6 +2,7 @@
 // written once, for SSE, AVX2, AVX-512 and NEON alike. Half conversion is ours because Eigen 3.4 under GCC never uses F16C.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <concepts>
 #include <cstdint>
@@ -59,6 +60,20 @@ inline void store(Eigen::half* out, Packet x) {
 #endif
 }
 
+/// The first n lanes, from and to memory that ends there.
+inline Packet load_first(const float* x, Index n) {
+  if (n == packet_size) return load(x);
+  alignas(64) float lanes[packet_size] = {};
+  std::copy_n(x, n, lanes);
+  return Eigen::internal::pload<Packet>(lanes);
+}
+inline void store_first(float* out, Index n, Packet x) {
+  if (n == packet_size) return Eigen::internal::pstoreu(out, x);
+  alignas(64) float lanes[packet_size];
+  Eigen::internal::pstore(lanes, x);
+  std::copy_n(lanes, n, out);
+}
+
 /// Between float and what is stored.
 template <class From, class To>
 void convert(const From* from, Index n, To* to) {
@@ -82,6 +97,17 @@ void convert(const From* from, Index n, To* to) {
 template <class T>
 void read_column(const void* columns, Index head_dim, Index slot, float* out) {
   convert(static_cast<const T*>(columns) + slot * head_dim, head_dim, out);
+}
+
+/// Lane i of packet k becomes lane k of packet i.
+template <class P, std::size_t N>
+void transpose(P (&x)[N]) {
+  if constexpr (N > 1) {
+    Eigen::internal::PacketBlock<P, static_cast<int>(N)> block;
+    std::copy(x, x + N, block.packet);
+    Eigen::internal::ptranspose(block);
+    std::copy(block.packet, block.packet + N, x);
+  }
 }
 
 /// x, kept in a register, where compilers cannot see through it: GCC would rather load it again for every use, and -ffast-math

@@ -124,29 +124,18 @@ class PrefillTile {
       for (Index d = 0; d < head_.head_dim; ++d) out[g * head_.head_dim + d] = sum[d] / total_[column];
     }
   }
-  /// Attention weights of the queries from `first` on: (slots, queries * group_size), valid until the next call.
-  const float* rows(Index first) {
+  /// Attention weights of the queries from `first` on: (slots, queries * group_size), or their means over the group,
+  /// (slots, queries); valid until the next call.
+  const float* rows(Index first, bool mean) {
     namespace ei = Eigen::internal;
-    const Index begin = first * head_.group_size, end = queries_ * head_.group_size, slots = head_.slots;
-    float* out = rows_;
-    for (Index column = begin / packet_size * packet_size; column < end; column += packet_size) {
-      const Index panel = column / panel_columns, visible = seen_by_last(panel);
-      for (Index block = 0; block * block_slots < visible; ++block) {
-        const float* from = weights_of(block, panel) + column % panel_columns;
-        const Packet factor = correction(block, column);
-        for (Index key = 0; key < seen(block, panel); key += packet_size) {
-          alignas(64) float lanes[packet_size * packet_size];
-          for (Index k = 0; k < packet_size; ++k)  // rows past the last seen are not used
-            ei::pstore(lanes + k * packet_size, ei::pmul(factor, ei::pload<Packet>(from + (key + k) * panel_columns)));
-          const Index whole = std::min(packet_size, seen(block, panel) - key);
-          for (Index c = std::max<Index>(begin - column, 0); c < std::min(packet_size, end - column); ++c)
-            for (Index k = 0; k < whole; ++k) out[(column + c - begin) * slots + block * block_slots + key + k] = lanes[k * packet_size + c];
-        }
-      }
-      for (Index c = std::max(begin, column); c < std::min(end, column + packet_size); ++c)
-        std::fill(out + (c - begin) * slots + visible, out + (c - begin + 1) * slots, 0.0f);
+    const Index heads = mean ? head_.group_size : 1, begin = first * head_.group_size, end = queries_ * head_.group_size, slots = head_.slots;
+    for (Index block = 0; block < blocks_; ++block) {
+      for (Index column = 0; column < columns(); column += packet_size) ei::pstore(correction_ + column, correction(block, column));
+      for (Index slot = block * block_slots; slot < std::min(visible_, (block + 1) * block_slots); slot += packet_size)
+        for (Index column = begin / packet_size * packet_size; column < end; column += packet_size) emit(block, slot, column, begin, end, heads);
     }
-    return out;
+    for (Index row = 0; row < (end - begin) / heads; ++row) std::fill(rows_ + row * slots + visible_, rows_ + (row + 1) * slots, 0.0f);
+    return rows_;
   }
   /// sums (slots) += the queries' weights, mean over the group.
   void add_column_sums(float* sums) const {
@@ -269,11 +258,31 @@ class PrefillTile {
   /// What the block's kept weights of a packet of columns must be multiplied by.
   Packet correction(Index block, Index column) const {
     namespace ei = Eigen::internal;
-    const Index panel = column / panel_columns, last = (seen_by_last(panel) - 1) / block_slots;
+    const Index last = (seen_by_last(column / panel_columns) - 1) / block_slots;
     alignas(64) float inverse[packet_size];  // 0 past the last query
     for (Index c = 0; c < packet_size; ++c) inverse[c] = column + c < queries_ * head_.group_size ? 1.0f / total_[column + c] : 0.0f;
     return ei::pmul(exp2_nonpositive(ei::psub(ei::pload<Packet>(max_of(block) + column), ei::pload<Packet>(max_of(last) + column))),
                     ei::pload<Packet>(inverse));
+  }
+  /// A packet of slots of a packet of columns, turned so that the lanes run over slots, into its rows.
+  void emit(Index block, Index first, Index column, Index begin, Index end, Index heads) {
+    namespace ei = Eigen::internal;
+    const Index panel = column / panel_columns, key = first - block * block_slots, seen_keys = seen(block, panel);
+    const float* from = weights_of(block, panel) + key * panel_columns + column % panel_columns;
+    const Packet factor = ei::pload<Packet>(correction_ + column);
+    Packet turned[packet_size];
+    for (Index k = 0; k < packet_size; ++k)
+      turned[k] = key + k < seen_keys ? ei::pmul(factor, ei::pload<Packet>(from + k * panel_columns)) : ei::pset1<Packet>(0.0f);
+    transpose(turned);
+    const Index count = std::min(packet_size, visible_ - first);
+    for (Index c = std::max<Index>(begin - column, 0); c < std::min(packet_size, end - column); ++c) {
+      const Index part = (column + c - begin) % heads;
+      float* out = rows_ + (column + c - begin) / heads * head_.slots + first;
+      Packet sum = turned[c];
+      if (part > 0) sum = ei::padd(load_first(out, count), sum);
+      if (part == heads - 1 && heads > 1) sum = ei::pdiv(sum, ei::pset1<Packet>(static_cast<float>(heads)));
+      store_first(out, count, sum);
+    }
   }
 
   StoredHead<T> head_;

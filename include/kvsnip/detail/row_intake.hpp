@@ -6,6 +6,7 @@
 
 #include "kvsnip/detail/aligned_array.hpp"
 #include "kvsnip/detail/convert.hpp"
+#include "kvsnip/detail/packet.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip::detail {
@@ -20,20 +21,25 @@ inline Index first_bad_column(const AttentionRows::Weights& weights) {
 /// @param weights  (slots, queries * group_size), a query's heads side by side
 /// @param mean     (slots, queries)
 inline void mean_over_group(const AttentionRows::Weights& weights, Index group_size, float* mean) {
-  constexpr Index block = 32;  // stays in registers while the heads are added
-  using Block = Eigen::Array<float, block, 1>;
-  const Index slots = weights.rows(), whole = group_size > 1 ? slots / block * block : 0;
-  for (Index j = 0; j < weights.cols() / group_size; ++j) {
-    const float* heads = weights.col(j * group_size).data();
-    for (Index slot = 0; slot < whole; slot += block) {
-      Block sum = Eigen::Map<const Block>(heads + slot);
-      for (Index g = 1; g < group_size; ++g) sum += Eigen::Map<const Block>(heads + g * weights.outerStride() + slot);
-      Eigen::Map<Block>(mean + j * slots + slot) = sum / static_cast<float>(group_size);
+  namespace ei = Eigen::internal;
+  constexpr Index block = 4;  // packets: stay in registers while the heads are added
+  const Index slots = weights.rows(), stride = weights.outerStride();
+  const float count = static_cast<float>(group_size);
+  for (Index j = 0; j < weights.cols() / group_size; ++j, mean += slots) {
+    const float* heads = weights.data() + j * group_size * stride;
+    Index slot = 0;
+    for (; slot + block * packet_size <= slots; slot += block * packet_size) {
+      Packet sum[block];
+      for (Index p = 0; p < block; ++p) sum[p] = ei::ploadu<Packet>(heads + slot + p * packet_size);
+      for (Index g = 1; g < group_size; ++g)
+        for (Index p = 0; p < block; ++p) sum[p] = ei::padd(sum[p], ei::ploadu<Packet>(heads + g * stride + slot + p * packet_size));
+      for (Index p = 0; p < block; ++p) ei::pstoreu(mean + slot + p * packet_size, ei::pdiv(sum[p], ei::pset1<Packet>(count)));
     }
-    Eigen::Map<Eigen::ArrayXf> rest(mean + j * slots + whole, slots - whole);
-    rest = weights.col(j * group_size).tail(slots - whole).array();
-    for (Index g = 1; g < group_size; ++g) rest += weights.col(j * group_size + g).tail(slots - whole).array();
-    if (group_size > 1) rest /= static_cast<float>(group_size);
+    for (; slot < slots; ++slot) {
+      float sum = heads[slot];
+      for (Index g = 1; g < group_size; ++g) sum += heads[g * stride + slot];
+      mean[slot] = sum / count;
+    }
   }
 }
 inline Eigen::MatrixXf mean_over_group(const AttentionRows::Weights& weights, Index group_size) {

@@ -5,7 +5,6 @@
 #include <functional>
 #include <iterator>
 #include <limits>
-#include <numeric>
 #include <span>
 #include <vector>
 
@@ -34,7 +33,9 @@ void select_lowest(std::span<const float> scores, Index count, Eligible eligible
   };
   for (Index first = 0; first < num_slots; first += block) {
     const Index end = std::min(first + block, num_slots);
-    if (full && end == first + block && Eigen::Map<const Eigen::Array<float, block, 1>>(scores.data() + first).minCoeff() > highest) continue;
+    float least = scores[static_cast<std::size_t>(first)];
+    for (Index slot = first; slot < end; ++slot) least = std::min(least, scores[static_cast<std::size_t>(slot)]);
+    if (full && least > highest) continue;
     for (Index slot = first; slot < end; ++slot) consider(slot);
   }
   std::sort_heap(out.begin(), out.end(), before);
@@ -44,9 +45,12 @@ void select_lowest(std::span<const float> scores, Index count, Eligible eligible
 /// @param better  a strict total order
 template <class Protected, class Better>
 void select_kept(std::span<const Index> positions, Index budget, Protected is_protected, Better better, std::vector<Index>& kept) {
-  std::vector<Index> slots(positions.size());
-  std::iota(slots.begin(), slots.end(), Index{0});
-  const auto others = std::stable_partition(slots.begin(), slots.end(), is_protected);
+  std::vector<Index> slots;
+  slots.reserve(positions.size());
+  for (const bool first : {true, false})
+    for (Index slot = 0; slot < std::ssize(positions); ++slot)
+      if (is_protected(slot) == first) slots.push_back(slot);
+  const auto others = slots.begin() + std::count_if(slots.begin(), slots.end(), is_protected);
   const auto end = slots.begin() + std::min<std::ptrdiff_t>(budget, std::ssize(slots));
   std::nth_element(others, end, slots.end(), better);
   kept.assign(slots.begin(), end);

@@ -31,6 +31,13 @@ bool is_prefill(const Step& step, Index queries) {
   return true;
 }
 
+/// A tile's rows from `first` on: to the policy, averaged over the group if that is all it looks at.
+template <class Step, class Tile>
+void hand_over(Step& step, Index kv_head, Tile&& tile, Index first, Index queries) {
+  if (step.wants_query_heads()) step.accept(kv_head, tile.rows(first, false), (queries - first) * step.shape().group_size());
+  else step.accept_mean(kv_head, tile.rows(first, true), queries - first);
+}
+
 /// A tile of a prompt's queries [first, first + count). @param set_query  (tile, j, query) gives it query `query` as its j-th
 template <class Step, class SetQuery>
 PrefillTile<typename Step::Scalar> run_tile(const Step& step, const StoredHead<typename Step::Scalar>& head, Index first, Index count, Keep keep,
@@ -52,7 +59,7 @@ void run_wanted_tiles(Step& step, Index kv_head, const StoredHead<typename Step:
     auto tile = run_tile(step, head, first, count, unwanted < count ? Keep::rows : Keep::sums, set_query);
     use(tile, first, count);
     if (sums) tile.add_column_sums(column_sums.data());
-    if (unwanted < count) step.accept(kv_head, tile.rows(unwanted), (count - unwanted) * head.group_size);
+    if (unwanted < count) hand_over(step, kv_head, tile, unwanted, count);
   }
   if (sums) step.accept_column_sums(kv_head, column_sums.data());
 }
@@ -108,7 +115,7 @@ void attend_tokens(Step& step, const Q& q, Out& out, ParallelFor& parallel_for, 
       tile(h).merge();
       for (Index j = 0; j < count; ++j) tile(h).output(j, out.col(first + j).data() + h * rows);
       const Index unwanted = std::max<Index>(first_wanted - first, 0);  // of this tile
-      if (end_heads && unwanted < count) step.accept(h, tile(h).rows(unwanted), (count - unwanted) * shape.group_size());
+      if (end_heads && unwanted < count) hand_over(step, h, tile(h), unwanted, count);
     };
     if (parts == 1) {
       parallel_for(shape.kv_heads, [&](Index h) { begin(h), run(h, 0), end(h); });
@@ -145,7 +152,7 @@ void weigh_queries(Step& step, Index kv_head, const Q& q) {
     for (Index j = 0; j < count; ++j) set_query(tile, j, first + j);
     for (Index part = 0; part < tile.num_parts(head.slots); ++part) tile.run(part);
     tile.merge();
-    step.accept(kv_head, tile.rows(0), count * group);
+    hand_over(step, kv_head, tile, 0, count);
   }
 }
 
