@@ -2,8 +2,8 @@
 //
 // attend() of a causal prompt through an empty cache, one kv_head a thread: the time is linear in them. Counted are the
 // multiply-adds that causality leaves, n (n + 1) / 2 pairs of query and key; what a kernel computes beyond them is its
-// own loss. A policy that wants the rows of the last 32 queries and does nothing with them is held against one that wants
-// none. Baseline: Eigen as one would write it, which computes all n x n pairs.
+// own loss. Policies that want the rows of the last 32 queries, or the column sums, and do nothing with them are held
+// against one that wants nothing. Baseline: Eigen as one would write it, which computes all n x n pairs.
 #include "bench.hpp"
 
 using namespace bench;
@@ -14,6 +14,13 @@ namespace {
 struct LastRows {
   Index wanted_rows(const kvsnip::StepInfo& step) const { return std::min<Index>(32, step.num_queries); }
   void observe(Index, const kvsnip::AttentionRows&) {}
+  void reset(const Shape&) {}
+};
+
+/// Wants what a heavy-hitter policy wants, likewise.
+struct Sums {
+  bool wants_column_sums(const kvsnip::StepInfo&) const { return true; }
+  void observe_column_sums(Index, const kvsnip::ColumnSums&) {}
   void reset(const Shape&) {}
 };
 
@@ -74,7 +81,8 @@ void add(Bench& bench, std::vector<std::function<void()>>& rows) {
   const Task& none = prefill<T>(bench, usual, 2048);
   share_of_peak(none, {0.65, 0.80, /*at_least=*/true});
   const Task& last = prefill<T, LastRows>(bench, usual, 2048, "prefill, last 32 rows wanted");
-  rows.push_back([&] { bench.row(last, over(last, none), "prefill", {1.03, 1.01}); });
+  const Task& sums = prefill<T, Sums>(bench, usual, 2048, "prefill, column sums wanted");
+  rows.push_back([&] { bench.row(last, over(last, none), "prefill", {1.03, 1.01}), bench.row(sums, over(sums, none), "prefill", {1.03, 1.01}); });
   if (std::is_same_v<T, Eigen::bfloat16> || (bench.quick() && !std::is_same_v<T, float>)) return;
   const std::pair<Index, Index> others[] = {{1, 128}, {2, 128}, {7, 128}, {8, 128}, {4, 64}, {4, 80}, {4, 96}, {4, 256}};
   for (const auto& [group, dim] : others)

@@ -163,10 +163,8 @@ class PrefillTile {
   Index seen(Index block, Index panel) const { return std::clamp<Index>(seen_by_last(panel) - block * block_slots, 0, block_slots); }
   float* weights_of(Index block, Index panel) const { return weights_ + (block % kept_blocks_ * panels_ + panel) * block_slots * panel_columns; }
   float* max_of(Index block) const { return max_ + block % kept_blocks_ * columns(); }
-
   Index scratch_size() const {
-    const Index value_dim = value_panels_ * value_panel;
-    Index size = 0;
+    Index size = 0, value_dim = value_panels_ * value_panel;
     for (const Index part : {panels_ * head_.head_dim * panel_columns, std::same_as<T, float> ? 0 : block_slots * head_.head_dim, block_slots * value_dim,
                              columns() * value_dim, kept_blocks_ * block_slots * columns(), kept_blocks_ * columns(), columns(), columns(),
                              keep_ == Keep::rows ? head_.slots * queries_ * head_.group_size : 0})
@@ -174,12 +172,9 @@ class PrefillTile {
     return size;
   }
   const float* load_keys(Index first, Index slots) {
-    if constexpr (std::same_as<T, float>) {
-      return head_.keys + first * head_.head_dim;
-    } else {
-      convert(head_.keys + first * head_.head_dim, slots * head_.head_dim, keys_);
-      return keys_;
-    }
+    if constexpr (std::same_as<T, float>) return head_.keys + first * head_.head_dim;
+    convert(head_.keys + first * head_.head_dim, slots * head_.head_dim, keys_);
+    return keys_;
   }
   /// A block's logits, then its weights, of one panel.
   void weigh(Index block, Index panel, const float* keys, Index slots) {
@@ -187,7 +182,10 @@ class PrefillTile {
     const Index num_keys = seen(block, panel), first = block * block_slots;
     if (num_keys == 0) return;
     float* weights = weights_of(block, panel);
+    const char* next = reinterpret_cast<const char*>(head_.keys + (first + block_slots) * head_.head_dim);  // this panel's share of it
+    const Index share = block_slots * head_.head_dim * static_cast<Index>(sizeof(T)) / panels_;
     for (Index key = 0; key < num_keys; key += keys_per_tile) {
+      for (Index byte = key * share / block_slots; byte < (key + keys_per_tile) * share / block_slots; byte += 64) ei::prefetch(next + panel * share + byte);
       const float* tile[keys_per_tile];
       for (Index k = 0; k < keys_per_tile; ++k) tile[k] = keys + std::min(key + k, slots - 1) * head_.head_dim;
       prefill_logits(tile, q_ + panel * head_.head_dim * panel_columns, head_.head_dim, weights + key * panel_columns);
@@ -225,14 +223,12 @@ class PrefillTile {
     pack_values(first, slots);
     for (Index d = 0; d < value_panels_; ++d)
       for (Index panel = 0; panel < panels_; ++panel) {
-        const Index num_keys = seen(block, panel);
-        if (num_keys == 0) continue;
         const auto add = [&](Index c, auto width) {
           const Index column = panel * panel_columns + c;
-          prefill_values<width>(values_ + d * block_slots * value_panel, weights_of(block, panel) + c, num_keys, correction_ + column,
+          prefill_values<width>(values_ + d * block_slots * value_panel, weights_of(block, panel) + c, seen(block, panel), correction_ + column,
                                 out_ + (column * value_panels_ + d) * value_panel, value_panels_ * value_panel);
         };
-        Index c = 0;  // in sixes, but for 4 or 8 columns at the end
+        Index c = seen(block, panel) > 0 ? 0 : panel_columns;  // in sixes, but for 4 or 8 columns at the end
         for (; panel_columns - c >= 6 && panel_columns - c != 8; c += 6) add(c, std::integral_constant<Index, 6>{});
         for (; panel_columns - c >= 4; c += 4) add(c, std::integral_constant<Index, 4>{});
         for (; c < panel_columns; c += 2) add(c, std::integral_constant<Index, 2>{});
