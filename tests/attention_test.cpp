@@ -194,15 +194,15 @@ TEST_CASE("A prompt's attention is the double-precision softmax's for every head
 // The prefill kernel goes by blocks of 144 slots, panels of 2 packets of columns, tiles of queries.
 TEST_CASE("A long prompt's attention is the double-precision softmax's whatever blocks and tiles it falls into", "[attention]") {
   const std::string type = GENERATE(from_range(storage_types));
-  const Index group = GENERATE(1, 3, 4);
+  const Index group = GENERATE(1, 3);
   const std::vector<Index> wanted{0, 1, 50, all};
   std::size_t turn = static_cast<std::size_t>(group);
-  for (const Index length : {143, 144, 145, 289, 331}) {
+  for (const Index length : {144, 145, 289}) {
     const Index rows = wanted[turn++ % wanted.size()];
     const bool sums = turn % 3 != 0;
     CAPTURE(type, group, length, rows, sums);
     Random random(turn);
-    Recording cache(type, {.query_heads = 2 * group, .kv_heads = 2, .head_dim = 20}, rows, 100, sums, /*query_heads=*/turn % 2 == 0);
+    Recording cache(type, {.query_heads = 2 * group, .kv_heads = 2, .head_dim = 12}, rows, 100, sums, /*query_heads=*/turn % 2 == 0);
     check_update(cache, length, random);
     check_update(cache, 1, random);
     check_update(cache, length - 100, random);
@@ -211,12 +211,12 @@ TEST_CASE("A long prompt's attention is the double-precision softmax's whatever 
 
 TEST_CASE("What the policy wants does not change a bit of the output", "[attention]") {
   const std::string type = GENERATE(from_range(storage_types));
-  const Shape shape{.query_heads = 6, .kv_heads = 2, .head_dim = 12};
+  const Shape shape{.query_heads = 2, .kv_heads = 1, .head_dim = 4};
   Random random(31);
-  const Eigen::MatrixXf k = random.matrix(24, 2201), q = random.matrix(72, 2201);
+  const Eigen::MatrixXf k = random.matrix(4, 2201), q = random.matrix(8, 2201);  // more than a part of the slots
   const auto run = [&](Index rows, bool sums) {
     Recording cache(type, shape, rows, 100000, sums);
-    Eigen::MatrixXf out(72, 2201);
+    Eigen::MatrixXf out(8, 2201);
     for (const auto& [first, count] : {std::pair<Index, Index>{0, 300}, {300, 1899}, {2199, 1}, {2200, 1}})
       out.middleCols(first, count) = cache.update(k.middleCols(first, count), k.middleCols(first, count), q.middleCols(first, count)).out;
     return out;
@@ -330,14 +330,19 @@ TEST_CASE("The largest accepted keys, values and queries give finite outputs", "
 }
 
 TEST_CASE("Executors do not change a bit of the output", "[attention]") {
-  const Shape shape{.query_heads = 10, .kv_heads = 5, .head_dim = 17};
-  const test::Tokens tokens(shape, 2100, 4);  // more than a part of the slots, and than a tile of queries
+  const Shape shape{.query_heads = 6, .kv_heads = 3, .head_dim = 5};
+  const test::Tokens tokens(shape, 2300, 4);
   const std::string type = GENERATE(from_range(storage_types));
+  const std::string spec = GENERATE("full", "scissorhands");
   const auto run = [&](const test::ParallelFor& parallel_for) {
-    const auto cache = test::make_layer(type, "scissorhands", shape, 2099);
-    Eigen::MatrixXf out(tokens.q.rows(), 2100);
-    for (const auto& [first, count] : {std::pair<Index, Index>{0, 70}, {70, 2000}, {2070, 28}, {2098, 1}, {2099, 1}})
-      out.middleCols(first, count) = cache->feed(tokens, first, count, {}, parallel_for);
+    const auto cache = test::make_layer(type, spec, shape, 2299);
+    if (spec == "full") {  // more than a part of the slots, which nobody attends to
+      cache->update(tokens, 0, 2000);
+      for (Index h = 0; h < 3; ++h) cache->done(h);
+    }
+    Eigen::MatrixXf out(tokens.q.rows(), 300);
+    for (const auto& [first, count] : {std::pair<Index, Index>{0, 70}, {70, 200}, {270, 28}, {298, 1}, {299, 1}})  // more than a tile of queries
+      out.middleCols(first, count) = cache->feed(tokens, 2000 + first, count, {}, parallel_for);
     return out;
   };
   const Eigen::MatrixXf expected = run(test::serially);
