@@ -606,6 +606,18 @@ TEST_CASE("Column sums come from engines per query head, before or after the row
   CHECK_FALSE(cache.update(tokens.k.rightCols(1), tokens.v.rightCols(1)).wants_column_sums());  // never while decoding
 }
 
+TEST_CASE("Queries are refused once a head has had its column sums, and nothing changes", "[kv_cache]") {
+  const Tokens tokens(shape, 5, 1);
+  KVCache<float, Summing> cache(shape, 20);
+  auto step = cache.update(tokens.k, tokens.v);
+  step.on_column_sums(0, Eigen::MatrixXf::Ones(5, 2));
+  CHECK_THROWS_AS(step.on_queries(0, Eigen::MatrixXf::Ones(3, 10)), std::logic_error);
+  CHECK(cache.policy().rows(0) == 0);
+  CHECK_NOTHROW(step.on_attention(0, Eigen::MatrixXf::Ones(5, 2)));
+  CHECK_NOTHROW(step.on_queries(1, Eigen::MatrixXf::Ones(3, 10)));
+  CHECK((cache.policy().rows(0) == 1 && cache.policy().rows(1) == 1 && cache.policy().sums(1).size() == 5));
+}
+
 TEST_CASE("An abandoned prompt's column sums are forgotten", "[kv_cache]") {
   const Tokens tokens(shape, 9, 1);
   KVCache<float, Summing> cache(shape, 20);

@@ -295,7 +295,7 @@ class KVCache<T, P>::Step {
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) {
     const Index group = shape().group_size(), dim = shape().head_dim, rows = wants_column_sums() ? num_queries() : wanted_rows();
     if (rows == 0) return done(kv_head);
-    detail::require_state(open().rows_left(kv_head) == wanted_rows(), "on_queries: kv_head ", kv_head, " has had some of its rows already");
+    detail::require_state(open().is_untouched(kv_head), "on_queries: kv_head ", kv_head, " has had some of its rows, or its column sums, already");
     detail::require(q.rows() == dim && q.cols() == rows * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted queries * group_size = ",
                     dim, " x ", rows * group, ", got ", q.rows(), " x ", q.cols());
     for (Index j = 0; j < q.cols(); ++j)

@@ -106,7 +106,7 @@ class SlotPlanner {
   const StepInfo& step() const { return step_; }
   /// No head has been told anything yet.
   bool is_untouched() const {
-    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.left() == wanted_rows_ && head.rows.sums_left() == wants_sums_; });
+    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.is_untouched(wanted_rows_, wants_sums_); });
   }
   /// The number of the open step; none is used twice.
   std::uint64_t step_id() const { return state_.id(); }
@@ -116,7 +116,8 @@ class SlotPlanner {
   /// The policy wants the weights of the last so many queries; of a prompt perhaps also the sums of all queries'.
   Index wanted_rows() const { return wanted_rows_; }
   bool wants_column_sums() const { return wants_sums_; }
-  Index rows_left(Index kv_head) const { return open_head(kv_head).rows.left(); }
+  /// Nothing of what is wanted of a kv_head has come.
+  bool is_untouched(Index kv_head) const { return open_head(kv_head).rows.is_untouched(wanted_rows_, wants_sums_); }
   /// The slot of each new token, in order.
   std::span<const Index> new_slots(Index kv_head) const { return head(kv_head).books.new_slots; }
   /// Slots in use before the step.

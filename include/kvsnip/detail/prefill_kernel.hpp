@@ -13,8 +13,8 @@
 //   ...                           ...
 //   k5       +        +           c5       +        +
 //
-// With 12 sums all of a tile fits in 16 registers. Weights stay unnormalised, relative to the maximum so far; a tile that is asked for its
-// weights keeps every block's and corrects them at the end.
+// With 12 sums all of a tile fits in 16 registers. Weights stay unnormalised, relative to the maximum so far; a tile that
+// is asked for its weights keeps every block's and corrects them at the end.
 #pragma once
 
 #include <algorithm>

@@ -56,6 +56,7 @@ class RowIntake {
   /// The column sums have not come yet.
   bool sums_left() const { return sums_left_; }
   void sums_came() { sums_left_ = false; }
+  bool is_untouched(Index wanted_rows, bool column_sums) const { return left_ == wanted_rows && sums_left_ == column_sums; }
   bool is_complete() const { return left_ == 0 && !sums_left_; }
   void skip(Index queries) { left_ -= queries; }
 

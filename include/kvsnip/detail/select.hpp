@@ -45,15 +45,13 @@ void select_lowest(std::span<const float> scores, Index count, Eligible eligible
 /// @param better  a strict total order
 template <class Protected, class Better>
 void select_kept(std::span<const Index> positions, Index budget, Protected is_protected, Better better, std::vector<Index>& kept) {
-  std::vector<Index> slots;
-  slots.reserve(positions.size());
-  for (const bool first : {true, false})
-    for (Index slot = 0; slot < std::ssize(positions); ++slot)
-      if (is_protected(slot) == first) slots.push_back(slot);
-  const auto others = slots.begin() + std::count_if(slots.begin(), slots.end(), is_protected);
-  const auto end = slots.begin() + std::min<std::ptrdiff_t>(budget, std::ssize(slots));
-  std::nth_element(others, end, slots.end(), better);
-  kept.assign(slots.begin(), end);
+  std::vector<Index> others;
+  others.reserve(positions.size());
+  kept.clear();
+  for (Index slot = 0; slot < std::ssize(positions); ++slot) (is_protected(slot) ? kept : others).push_back(slot);
+  const auto end = others.begin() + std::min(budget - std::ssize(kept), std::ssize(others));
+  std::nth_element(others.begin(), end, others.end(), better);
+  kept.insert(kept.end(), others.begin(), end);
   std::sort(kept.begin(), kept.end(), [&](Index a, Index b) { return positions[static_cast<std::size_t>(a)] < positions[static_cast<std::size_t>(b)]; });
 }
 
