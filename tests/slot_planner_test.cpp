@@ -8,12 +8,14 @@
 #include "support/positions.hpp"
 #include "support/thrown.hpp"
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -346,4 +348,29 @@ TEST_CASE("A policy that reads keys and values sees those of the slots it scores
   const Eigen::MatrixXf keys = cache->keys(0);
   CHECK(cache->size(0) == 5);
   CHECK(keys.row(0).minCoeff() >= 50);
+}
+
+// --- The choice itself: victims are looked for by blocks of slots
+
+TEST_CASE("Victims are those that sorting all slots would put first, also when equal scores lie blocks apart", "[slot_planner]") {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    Random random(seed);
+    const Index slots = random.pick({1, 63, 64, 65, 128, 300}), count = random.between(0, 12), kinds = random.pick({1, 2, 40});
+    CAPTURE(seed, slots, count, kinds);
+    std::vector<float> scores;
+    for (Index slot = 0; slot < slots; ++slot) scores.push_back(static_cast<float>(random.below(kinds)));
+    Positions positions = consecutive(0, slots);
+    for (Index i = slots - 1; i > 0; --i) std::swap(positions[static_cast<std::size_t>(i)], positions[static_cast<std::size_t>(random.below(i + 1))]);
+    const auto at = [&](const auto& list, Index slot) { return list[static_cast<std::size_t>(slot)]; };
+    const auto before = [&](Index a, Index b) { return std::pair(at(scores, a), at(positions, a)) < std::pair(at(scores, b), at(positions, b)); };
+    const auto eligible = [&](Index slot) { return at(positions, slot) % 5 != 0; };
+
+    Positions found, expected;
+    kvsnip::detail::select_lowest(scores, count, eligible, before, found);
+    for (Index slot = 0; slot < slots; ++slot)
+      if (eligible(slot)) expected.push_back(slot);
+    std::sort(expected.begin(), expected.end(), before);
+    expected.resize(static_cast<std::size_t>(std::min(count, static_cast<Index>(expected.size()))));
+    CHECK(found == expected);
+  }
 }
