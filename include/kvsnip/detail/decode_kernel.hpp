@@ -265,6 +265,7 @@ class DecodeTile {
   /// (slots, queries). In place.
   const float* rows(Index first, bool mean) {
     const Index heads = mean ? head_.group_size : 1, begin = first * head_.group_size;
+    const float share = 1.0f / static_cast<float>(heads);
     for (Index row = 0; row < (columns_ - begin) / heads; ++row)
       for (Index part = 0; part < parts_; ++part) {
         const Index column = begin + row * heads;
@@ -274,7 +275,7 @@ class DecodeTile {
         for (Index slot = part * part_slots; slot < std::min(head_.slots, (part + 1) * part_slots); ++slot) {
           float sum = weights[slot] * factor[0];
           for (Index g = 1; g < heads; ++g) sum += weights[g * head_.slots + slot] * factor[g];
-          out[slot] = heads > 1 ? sum / static_cast<float>(heads) : sum;
+          out[slot] = sum * share;
         }
       }
     return weights_ + begin * head_.slots;

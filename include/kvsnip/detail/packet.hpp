@@ -152,10 +152,18 @@ inline constexpr float log2_e = 1.44269504f;
 /// Sums of the lanes of each of N packets.
 template <int N>
 inline void add_lanes(const Packet (&x)[N], float* sums) {
-#if defined(EIGEN_VECTORIZE_AVX) && !defined(EIGEN_VECTORIZE_AVX512)
-  if constexpr (N == 8) {  // halve 8 packets to 4, 2, 1: [x0 x1 x0 x1 ...], [x0 x1 x2 x3 x0 ...], [x0 ... x7]
-    __m256 pair[4], quad[2];
-    for (int i = 0; i < 4; ++i) pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#if defined(EIGEN_VECTORIZE_AVX)
+  if constexpr (N == 8) {
+    __m256 half[8], pair[4], quad[2];
+    for (int i = 0; i < 8; ++i) {
+#if defined(EIGEN_VECTORIZE_AVX512)
+      half[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[i]), 1)));
+#else
+      half[i] = x[i];
+#endif
+    }  // then halve 8 packets to 4, 2, 1: [x0 x1 x0 x1 ...], [x0 x1 x2 x3 x0 ...], [x0 ... x7]
+    for (int i = 0; i < 4; ++i)
+      pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(half[2 * i], half[2 * i + 1]), _mm256_unpackhi_ps(half[2 * i], half[2 * i + 1]));
     for (int i = 0; i < 2; ++i)
       quad[i] = _mm256_add_ps(_mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44), _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xEE));
     _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31)));

@@ -145,10 +145,18 @@ class PrefillTile {
         Packet factor[panel_packets];
         for (Index p = 0; p < panel_packets; ++p) factor[p] = correction(block, panel * panel_columns + p * packet_size);
         const float* weights = weights_of(block, panel);
-        for (Index key = 0; key < seen(block, panel); ++key) {
-          Packet sum = ei::pset1<Packet>(0.0f);
-          for (Index p = 0; p < panel_packets; ++p) sum = ei::pmadd(factor[p], ei::pload<Packet>(weights + key * panel_columns + p * packet_size), sum);
-          sums[block * block_slots + key] += ei::predux(sum) / static_cast<float>(head_.group_size);
+        const Index num_keys = seen(block, panel);
+        constexpr Index keys = 8;  // whose lanes are added up together; block_slots is a multiple
+        for (Index key = 0; key < num_keys; key += keys) {
+          Packet sum[keys];
+          for (Index k = 0; k < keys; ++k) {
+            sum[k] = ei::pset1<Packet>(0.0f);
+            for (Index p = 0; p < panel_packets && key + k < num_keys; ++p)
+              sum[k] = ei::pmadd(factor[p], ei::pload<Packet>(weights + (key + k) * panel_columns + p * packet_size), sum[k]);
+          }
+          float of_keys[keys];
+          add_lanes(sum, of_keys);
+          for (Index k = 0; k < std::min(keys, num_keys - key); ++k) sums[block * block_slots + key + k] += of_keys[k] / static_cast<float>(head_.group_size);
         }
       }
   }
@@ -276,7 +284,7 @@ class PrefillTile {
       float* out = rows_ + (column + c - begin) / heads * head_.slots + first;
       Packet sum = turned[c];
       if (part > 0) sum = ei::padd(load_first(out, count), sum);
-      if (part == heads - 1 && heads > 1) sum = ei::pdiv(sum, ei::pset1<Packet>(static_cast<float>(heads)));
+      if (part == heads - 1 && heads > 1) sum = ei::pmul(sum, ei::pset1<Packet>(1.0f / static_cast<float>(heads)));
       store_first(out, count, sum);
     }
   }

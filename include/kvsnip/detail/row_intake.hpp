@@ -24,7 +24,7 @@ inline void mean_over_group(const AttentionRows::Weights& weights, Index group_s
   namespace ei = Eigen::internal;
   constexpr Index block = 4;  // packets: stay in registers while the heads are added
   const Index slots = weights.rows(), stride = weights.outerStride();
-  const float count = static_cast<float>(group_size);
+  const float share = 1.0f / static_cast<float>(group_size);
   for (Index j = 0; j < weights.cols() / group_size; ++j, mean += slots) {
     const float* heads = weights.data() + j * group_size * stride;
     Index slot = 0;
@@ -33,12 +33,12 @@ inline void mean_over_group(const AttentionRows::Weights& weights, Index group_s
       for (Index p = 0; p < block; ++p) sum[p] = ei::ploadu<Packet>(heads + slot + p * packet_size);
       for (Index g = 1; g < group_size; ++g)
         for (Index p = 0; p < block; ++p) sum[p] = ei::padd(sum[p], ei::ploadu<Packet>(heads + g * stride + slot + p * packet_size));
-      for (Index p = 0; p < block; ++p) ei::pstoreu(mean + slot + p * packet_size, ei::pdiv(sum[p], ei::pset1<Packet>(count)));
+      for (Index p = 0; p < block; ++p) ei::pstoreu(mean + slot + p * packet_size, ei::pmul(sum[p], ei::pset1<Packet>(share)));
     }
     for (; slot < slots; ++slot) {
       float sum = heads[slot];
       for (Index g = 1; g < group_size; ++g) sum += heads[g * stride + slot];
-      mean[slot] = sum / count;
+      mean[slot] = sum * share;
     }
   }
 }

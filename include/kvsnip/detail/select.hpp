@@ -33,9 +33,7 @@ void select_lowest(std::span<const float> scores, Index count, Eligible eligible
   };
   for (Index first = 0; first < num_slots; first += block) {
     const Index end = std::min(first + block, num_slots);
-    float least = scores[static_cast<std::size_t>(first)];
-    for (Index slot = first; slot < end; ++slot) least = std::min(least, scores[static_cast<std::size_t>(slot)]);
-    if (full && least > highest) continue;
+    if (full && Eigen::Map<const Eigen::ArrayXf>(scores.data() + first, end - first).minCoeff() > highest) continue;
     for (Index slot = first; slot < end; ++slot) consider(slot);
   }
   std::sort_heap(out.begin(), out.end(), before);

@@ -20,14 +20,16 @@ StoredHead<typename Step::Scalar> stored_head(const Step& step, Index kv_head) {
   return {step.keys(kv_head).data(), step.values(kv_head).data(), step.size(kv_head), step.shape().head_dim, step.shape().group_size()};
 }
 
-/// Whether the prefill kernel serves the step's last `queries`: they are many, and in the last slots in order.
+/// Whether the prefill kernel serves the step: its queries are many, and in the last slots in order. That not all of them
+/// may be wanted does not matter: attend and on_queries give the policy the same bits.
 template <class Step>
-bool is_prefill(const Step& step, Index queries) {
+bool is_prefill(const Step& step) {
+  const Index queries = step.num_queries();
   if (step.wants_column_sums()) return true;  // a prompt's
   if (queries * step.shape().group_size() <= panel_columns / 2) return false;
   for (Index h = 0; h < step.shape().kv_heads; ++h)
     for (Index j = 1; j <= queries; ++j)
-      if (step.new_slots(h)[static_cast<std::size_t>(step.num_queries() - j)] != step.size(h) - j) return false;
+      if (step.new_slots(h)[static_cast<std::size_t>(queries - j)] != step.size(h) - j) return false;
   return true;
 }
 
@@ -131,7 +133,7 @@ void attend_tokens(Step& step, const Q& q, Out& out, ParallelFor& parallel_for, 
 template <class Step, class Q, class Out, class ParallelFor>
 void attend_step(Step step, const Q& q, Out& out, ParallelFor& parallel_for, bool end_heads = true) {
   const bool wants_nothing = step.wanted_rows() == 0 && !step.wants_column_sums();
-  if (is_prefill(step, step.num_queries())) attend_prompt(step, q, out, parallel_for, end_heads);
+  if (is_prefill(step)) attend_prompt(step, q, out, parallel_for, end_heads);
   else attend_tokens(step, q, out, parallel_for, end_heads);
   for (Index h = 0; end_heads && wants_nothing && h < step.shape().kv_heads; ++h) step.done(h);
 }
@@ -144,7 +146,7 @@ void weigh_queries(Step& step, Index kv_head, const Q& q) {
   StoredHead<typename Step::Scalar> head = stored_head(step, kv_head);
   head.values = nullptr;
   const auto set_query = [&](auto& tile, Index j, Index query) { tile.set_query(j, q.col((query - first_query) * group).data(), q.outerStride()); };
-  if (is_prefill(step, queries)) return run_wanted_tiles(step, kv_head, head, set_query, [](const auto&...) {});
+  if (is_prefill(step)) return run_wanted_tiles(step, kv_head, head, set_query, [](const auto&...) {});
   for (Index first = first_query; first < end; first += decode_tile_queries) {
     const Index count = std::min(decode_tile_queries, end - first);
     Scratch scratch(DecodeTile<typename Step::Scalar>::scratch_size(head, count));
