@@ -43,6 +43,10 @@ class Books {
       : machine_(bench.machine()), cold_(cold), layer_(llama, slots, std::move(policy)), weights_(2 * slots * llama.group_size()) {}
   auto& cache() { return layer_.cache; }
 
+  /// Untimed steps: more than a history_window, so that all of the policy's state has been touched.
+  void warm_up(Index steps) {
+    for (Index i = 0; i < steps; ++i) step([](auto call) { call(); });
+  }
   /// @param cycle   steps from one choice of victims to the next
   /// @param stride  of a long cycle only its first step and then every stride-th are timed
   /// @return mean seconds of a step
@@ -97,7 +101,10 @@ Task& cost(Bench& bench, std::string name, P policy, Index cycle = 8, bool cold 
   return bench.time({.name = std::move(name),
                      .shape = fmt::format("{}, {} slots", text(llama), slots),
                      .type = "half",
-                     .run = [=] { return books->run_cycles(cycle, std::max<Index>(cycle / 32, 1), cycle > 8 ? 1 : 3); }});
+                     .run = [=] {
+                       if (!cold) books->warm_up(std::max<Index>(cycle, 512));
+                       return books->run_cycles(cycle, std::max<Index>(cycle / 32, 1), cycle > 8 ? 1 : 3);
+                     }});
 }
 
 /// A cache that has room for more: what a token costs without a policy.

@@ -288,3 +288,42 @@ TEST_CASE("A second long prompt leaves the kept slots in ascending position, tho
   CHECK(feed(30));
   CHECK(cache.size(0) == 24);
 }
+
+// The history alone: a slot is taken again at every moment of a word's turn, also long after its predecessor's last row.
+TEST_CASE("A bit history counts what every slot's list of rows counts", "[scissorhands]") {
+  const Index window = GENERATE(1, 5, 16, 17, 31, 40), most = GENERATE(1, 3);  // slots that are taken again between two rows
+  Random random(static_cast<std::uint64_t>(window));
+  kvsnip::detail::BitHistory history(window);
+  std::vector<std::vector<bool>> rows;  // by slot: of each row since its token came, whether it was marked
+  const auto come = [&](Index slot) {
+    history.clear(slot);
+    rows.resize(std::max(rows.size(), static_cast<std::size_t>(slot + 1)));
+    rows[static_cast<std::size_t>(slot)].clear();
+  };
+  for (Index slot = 0; slot < 7; ++slot) come(slot);
+  for (Index turn = 0; turn < 6 * window + 100; ++turn) {
+    CAPTURE(window, most, turn);
+    for (Index i = random.below(most + 1); i > 0; --i) come(random.below(std::ssize(rows)));
+    if (random.one_in(20) && std::ssize(rows) < 12) come(std::ssize(rows));
+    const Index late = random.one_in(5) ? random.below(std::ssize(rows)) : -1;
+    std::vector<bool> marked(rows.size());
+    for (std::size_t slot = 0; slot < rows.size(); ++slot) marked[slot] = random.one_in(2) && static_cast<Index>(slot) != late;
+    if (late >= 0) come(late);
+    history.record(std::ssize(rows), [&](Index slot) { return marked[static_cast<std::size_t>(slot)]; });
+    for (std::size_t slot = 0; slot < rows.size(); ++slot) rows[slot].push_back(marked[slot]);
+    if (late >= 0) history.unsee(late), rows[static_cast<std::size_t>(late)].clear();
+    if (random.one_in(25)) {
+      std::vector<Index> kept;
+      std::vector<std::vector<bool>> kept_rows;
+      for (Index slot = 0; slot < std::ssize(rows); ++slot)
+        if (slot == 0 || !random.one_in(4)) kept.push_back(slot), kept_rows.push_back(rows[static_cast<std::size_t>(slot)]);
+      history.gather(kept), rows.swap(kept_rows);
+    }
+    history.for_each(std::ssize(rows), [&](Index slot, float low, float seen) {
+      const std::vector<bool>& list = rows[static_cast<std::size_t>(slot)];
+      const Index length = std::min(std::ssize(list), window);
+      CHECK(seen == static_cast<float>(length));
+      CHECK(low == static_cast<float>(std::count(list.end() - length, list.end(), true)));
+    });
+  }
+}

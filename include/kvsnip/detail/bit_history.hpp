@@ -2,7 +2,8 @@
 //
 // Bits are packed in 16-bit words [ceil(window / 16)][slot]: row t is bit t mod window of every slot's word column. The
 // bit that leaves the window is the one about to be overwritten, so one pass over one contiguous row of words records a
-// row and updates the counts: O(slots), never O(slots x window).
+// row and updates the counts: O(slots), never O(slots x window). A slot that is taken again keeps its old bits until their
+// word's turn comes: clearing them at once would touch a cache line per word.
 #pragma once
 
 #include <algorithm>
@@ -34,11 +35,12 @@ class BitHistory {
   void reserve(Index num_slots) {
     if (num_slots > capacity_) resize(std::max(num_slots, capacity_ + capacity_ / 2));
   }
-  /// A new token is in `slot`: it has seen nothing.
+  /// A new token is in `slot`: it has seen nothing. Its predecessor's bits stay in the words that are not being written, until
+  /// they are.
   void clear(Index slot) {
     num_slots_ = std::max(num_slots_, slot + 1);
     reserve(num_slots_);
-    for (Index w = 0; w < num_words_; ++w) words_[at(w * capacity_ + slot)] = 0;
+    words_[at(num_rows_ % window_ / 16 * capacity_ + slot)] = 0;
     marked_[at(slot)] = 0;
     born_[at(slot)] = num_rows_;
   }
@@ -47,13 +49,16 @@ class BitHistory {
   void record(Index num_slots, Mark mark) {
     const Index turn = num_rows_ % window_;
     std::uint16_t* words = words_.data() + (turn / 16) * capacity_;
+    if (turn % 16 == 0) forget_predecessors(words, std::min<Index>(window_ - turn, 16), num_slots);
     std::uint16_t* counts = marked_.data();
     const auto bit = static_cast<std::uint16_t>(1u << (turn % 16)), others = static_cast<std::uint16_t>(~bit);
     constexpr Index block = 256;
+    std::int32_t marks[block];  // two steps, since compilers vectorise no loop that compares 32 bits and stores 16
     std::uint16_t ones[block];  // all bits of it, where marked: what follows needs no shifts and vectorises in 16 bits
     for (Index first = 0; first < num_slots; first += block) {
       const Index count = std::min(block, num_slots - first);
-      for (Index i = 0; i < count; ++i) ones[i] = mark(first + i) ? 0xffff : 0;
+      for (Index i = 0; i < count; ++i) marks[i] = mark(first + i) ? -1 : 0;
+      for (Index i = 0; i < count; ++i) ones[i] = static_cast<std::uint16_t>(marks[i]);
       for (Index i = 0; i < count; ++i) {
         const std::uint16_t word = words[first + i], leaving = (word & bit) != 0 ? 0xffff : 0;
         counts[first + i] = static_cast<std::uint16_t>(counts[first + i] - ones[i] + leaving);  // 0xffff is -1
@@ -79,6 +84,11 @@ class BitHistory {
   Index bytes() const { return heap_bytes(words_) + heap_bytes(marked_) + heap_bytes(born_); }
 
  private:
+  /// A word is about to be written again, bit by bit: one that was full before the slot's token came is not the token's.
+  void forget_predecessors(std::uint16_t* words, Index bits, Index num_slots) {
+    const Index was_full = num_rows_ - window_ + bits;
+    for (Index slot = 0; slot < num_slots; ++slot) words[slot] = born_[at(slot)] >= was_full ? std::uint16_t{0} : words[slot];
+  }
   static std::size_t at(Index i) { return static_cast<std::size_t>(i); }
   void resize(Index capacity) {
     std::vector<std::uint16_t> words(at(num_words_ * capacity));

@@ -3,7 +3,7 @@
 // lines in flight.
 //
 // Keys. A register tile is 2 keys x 4 queries (4 x 2 or 8 x 1 for small groups): 8 sums in registers while the head_dim
-// goes by, one load of each key packet for 4 multiply-adds.
+// goes by, one load of each key packet for 4 multiply-adds. 2 x 8, and 16 sums, where there are 32 registers.
 //
 //        q0 q1 q2 q3
 //   k_i   +  +  +  +     first stream
@@ -11,13 +11,12 @@
 //
 // Softmax is exact, in parts of the slots whose bounds depend on their number alone.
 //
-// Values. A register tile is 4 queries x 2 packets of head_dim (2 x 4, 1 x 8), over a block of slots small enough for its
-// values to stay in the first-level cache while the tiles of head_dim go by.
+// Values. A register tile is 4 queries x 2 packets of head_dim (2 x 4, 1 x 8; with 32 registers 8 x 2, 4 x 4, 2 x 8), over a
+// block of slots small enough for its values to stay in the first-level cache while the tiles of head_dim go by.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <span>
 #include <type_traits>
 
@@ -27,64 +26,72 @@
 
 namespace kvsnip::detail {
 
-inline constexpr Index tile_columns = 4;      // queries of a register tile
+inline constexpr int tile_sums = EIGEN_ARCH_DEFAULT_NUMBER_OF_REGISTERS >= 32 ? 16 : 8;
+inline constexpr int tile_columns = tile_sums / 2;  // queries of a register tile
 inline constexpr Index streams = 2;
 inline constexpr Index block_bytes = 8192;  // of keys or values: stay in the first-level cache while the queries, or the tiles of head_dim, go by
-inline constexpr Index prefetch_bytes = 2048;  // ahead of the reader
+inline constexpr Index prefetch_bytes = 4096;  // ahead of the reader
 /// Slots of a block, in each stream.
 template <class T>
 constexpr Index block_slots_of(Index dim) {
   return std::max<Index>(block_bytes / (streams * dim * static_cast<Index>(sizeof(T))), 4);
 }
 
-/// Call fn(first, constant) for the columns in tiles of 4 and a last one of 1 to 3.
+/// Call fn(first, count, width) for the columns in tiles of the width, a constant: 1, 2, 4 or 8. The last tile's count may be
+/// less; it repeats its last column.
 template <class Fn>
 void for_column_tiles(Index columns, Fn fn) {
-  Index first = 0;
-  for (; first + tile_columns <= columns; first += tile_columns) fn(first, std::integral_constant<int, 4>{});
-  if (columns - first == 3) fn(first, std::integral_constant<int, 3>{});
-  if (columns - first == 2) fn(first, std::integral_constant<int, 2>{});
-  if (columns - first == 1) fn(first, std::integral_constant<int, 1>{});
+  for (Index first = 0; first < columns; first += tile_columns) {
+    const Index count = std::min<Index>(tile_columns, columns - first);
+    if (count > 4) fn(first, count, std::integral_constant<int, tile_columns>{});
+    else if (count > 2) fn(first, count, std::integral_constant<int, 4>{});
+    else if (count == 2) fn(first, count, std::integral_constant<int, 2>{});
+    else fn(first, count, std::integral_constant<int, 1>{});
+  }
 }
 
-/// sums (Keys, Columns row by row) = keys' q. @param q (head_dim, Columns)
+/// sums (Keys, Columns row by row) = keys' queries.
 template <int Keys, int Columns, class T>
-inline void logits_tile(const T* const (&keys)[Keys], const float* q, Index dim, float* sums) {
+inline void logits_tile(const T* const (&keys)[Keys], const float* const (&q)[Columns], Index dim, float* sums) {
   namespace ei = Eigen::internal;
   Packet sum[Keys * Columns];
-  for (Packet& s : sum) s = ei::pset1<Packet>(0.0f);
+  for (int k = 0; k < Keys; ++k)
+    for (int c = 0; c < Columns; ++c) sum[k * Columns + c] = ei::pset1<Packet>(0.0f);
   Index d = 0;
   for (; d + packet_size <= dim; d += packet_size) {
     Packet key[Keys];
     for (int k = 0; k < Keys; ++k) key[k] = pinned(load(keys[k] + d));
     for (int c = 0; c < Columns; ++c) {
-      const Packet query = pinned(ei::ploadu<Packet>(q + c * dim + d));
+      const Packet query = pinned(ei::ploadu<Packet>(q[c] + d));
       for (int k = 0; k < Keys; ++k) sum[k * Columns + c] = ei::pmadd(key[k], query, sum[k * Columns + c]);
     }
   }
   add_lanes(sum, sums);
   for (; d < dim; ++d)
     for (int k = 0; k < Keys; ++k)
-      for (int c = 0; c < Columns; ++c) sums[k * Columns + c] += to_float(keys[k][d]) * q[c * dim + d];
+      for (int c = 0; c < Columns; ++c) sums[k * Columns + c] += to_float(keys[k][d]) * q[c][d];
 }
 
-/// Logits of `count` keys of each stream, `apart` slots apart. out (slots, Columns), columns `stride` apart.
+/// Logits of `count` keys of each stream, `apart` slots apart. out (slots, columns), columns `stride` apart.
+/// @param ahead  whether to ask for the keys that come next: once, if there are several tiles of columns
 template <int Columns, class T>
-void logits_of_streams(const T* keys, Index count, Index apart, Index dim, const float* q, float* out, Index stride) {
-  constexpr int tile_keys = Columns >= 3 ? 2 : Columns == 2 ? 4 : 8, per_stream = tile_keys / streams;
+void logits_of_streams(const T* keys, Index count, Index apart, Index dim, const float* q, Index columns, float* out, Index stride, bool ahead) {
+  constexpr int tile_keys = tile_sums / Columns, per_stream = tile_keys / streams;
+  const float* queries[Columns];
+  for (int c = 0; c < Columns; ++c) queries[c] = q + std::min<Index>(c, columns - 1) * dim;
   for (Index i = 0; i < count; i += per_stream) {
     const T* tile[tile_keys];
     Index slots[tile_keys];
     for (int k = 0; k < tile_keys; ++k) {
       slots[k] = k / per_stream * apart + std::min(i + k % per_stream, count - 1);  // the last tile may repeat a key
       tile[k] = keys + slots[k] * dim;
-      for (Index byte = 0; byte < dim * static_cast<Index>(sizeof(T)); byte += 64)
+      for (Index byte = 0; ahead && byte < dim * static_cast<Index>(sizeof(T)); byte += 64)
         Eigen::internal::prefetch(reinterpret_cast<const char*>(tile[k]) + prefetch_bytes + byte);
     }
     alignas(64) float sums[tile_keys * Columns];
-    logits_tile<tile_keys, Columns>(tile, q, dim, sums);
+    logits_tile<tile_keys, Columns>(tile, queries, dim, sums);
     for (int k = 0; k < tile_keys; ++k)
-      for (int c = 0; c < Columns; ++c) out[c * stride + slots[k]] = sums[k * Columns + c];
+      for (Index c = 0; c < columns; ++c) out[c * stride + slots[k]] = sums[k * Columns + c];
   }
 }
 
@@ -95,59 +102,30 @@ template <class T>
 void logits(const T* keys, Index slots, Index head_dim, const float* q, Index columns, float* out, Index stride) {
   const Index part = slots / streams, block = block_slots_of<T>(head_dim);
   const auto add = [&](Index first, Index count, Index apart) {
-    for_column_tiles(columns, [&](Index column, auto width) {
-      logits_of_streams<width>(keys + first * head_dim, count, apart, head_dim, q + column * head_dim, out + column * stride + first, stride);
+    for_column_tiles(columns, [&](Index column, Index width_used, auto width) {
+      logits_of_streams<width>(keys + first * head_dim, count, apart, head_dim, q + column * head_dim, width_used, out + column * stride + first, stride, column == 0);
     });
   };
   for (Index first = 0; first < part; first += block) add(first, std::min(block, part - first), part);
   for (Index slot = part * streams; slot < slots; ++slot) add(slot, 1, 0);  // by the same tiles: equal keys get equal logits to the bit
 }
 
-/// The logit of a slot that a query cannot see. Finite: builds with -ffast-math have no infinity.
-inline constexpr float hidden = -std::numeric_limits<float>::max();
-
-/// Replace logits by 2^(logit - max), the weights but for a common factor. @return the largest logit, and the weights' sum;
-/// with nothing visible all weights are 0
-struct Softmax {
-  float max = hidden, total = 0.0f;
-};
-inline Softmax unnormalised_softmax(float* logits, Index slots) {
-  namespace ei = Eigen::internal;
-  const Index whole = slots - slots % packet_size, rest = slots - whole;
-  alignas(64) float tail[packet_size];  // the last slots, filled up with hidden ones
-  std::fill_n(tail, packet_size, hidden);
-  std::copy_n(logits + whole, rest, tail);
-
-  Packet most = ei::pload<Packet>(tail);
-  for (Index i = 0; i < whole; i += packet_size) most = ei::pmax(most, ei::ploadu<Packet>(logits + i));
-  const float max = ei::predux_max(most);
-  if (max == hidden) {
-    std::fill_n(logits, slots, 0.0f);
-    return {};
-  }
-  const Packet shift = ei::pset1<Packet>(max);
-  Packet sum = ei::pset1<Packet>(0.0f);
-  const auto exponential = [&](float* x) {
-    const Packet e = exp2_nonpositive(ei::psub(ei::ploadu<Packet>(x), shift));
-    ei::pstoreu(x, e);
-    sum = ei::padd(sum, e);
-  };
-  for (Index i = 0; i < whole; i += packet_size) exponential(logits + i);
-  exponential(tail);
-  std::copy_n(tail, rest, logits + whole);
-  return {max, ei::predux(sum)};
-}
-
 /// out += values weights, for `count` slots of each stream and `Packets` packets of head_dim from d on. Meanwhile the tile's
 /// share of the next block's bytes is asked for: the strides defeat the hardware's own prefetching.
 template <int Columns, int Packets, int Streams, class T>
-inline void values_tile(const T* values, Index count, Index apart, Index dim, const float* weights, Index stride, Index d, float* out) {
+inline void values_tile(const T* values, Index count, Index apart, Index dim, const float* weights, Index stride, Index columns, Index d, float* out) {
   namespace ei = Eigen::internal;
+  const float* weights_of[Columns];
+  float* outs[Columns];
+  for (int c = 0; c < Columns; ++c) {
+    weights_of[c] = weights + std::min<Index>(c, columns - 1) * stride;
+    outs[c] = out + std::min<Index>(c, columns - 1) * dim + d;
+  }
   constexpr Index share = Packets * packet_size * static_cast<Index>(sizeof(T));
   const char* next = reinterpret_cast<const char*>(values + count * dim + d * count);
   Packet sum[Columns * Packets];
   for (int c = 0; c < Columns; ++c)
-    for (int p = 0; p < Packets; ++p) sum[c * Packets + p] = ei::ploadu<Packet>(out + c * dim + d + p * packet_size);
+    for (int p = 0; p < Packets; ++p) sum[c * Packets + p] = ei::ploadu<Packet>(outs[c] + p * packet_size);
   for (Index i = 0; i < count; ++i)
     for (int stream = 0; stream < Streams; ++stream) {
       const Index slot = stream * apart + i;
@@ -155,23 +133,24 @@ inline void values_tile(const T* values, Index count, Index apart, Index dim, co
       Packet value[Packets];
       for (int p = 0; p < Packets; ++p) value[p] = pinned(load(values + slot * dim + d + p * packet_size));
       for (int c = 0; c < Columns; ++c) {
-        const Packet weight = ei::pset1<Packet>(weights[c * stride + slot]);
+        const Packet weight = ei::pset1<Packet>(weights_of[c][slot]);
         for (int p = 0; p < Packets; ++p) sum[c * Packets + p] = ei::pmadd(weight, value[p], sum[c * Packets + p]);
       }
     }
   for (int c = 0; c < Columns; ++c)
-    for (int p = 0; p < Packets; ++p) ei::pstoreu(out + c * dim + d + p * packet_size, sum[c * Packets + p]);
+    for (int p = 0; p < Packets; ++p) ei::pstoreu(outs[c] + p * packet_size, sum[c * Packets + p]);
 }
 
 /// The same for all of head_dim.
 template <int Columns, int Streams, class T>
-void values_block(const T* values, Index count, Index apart, Index dim, const float* weights, Index stride, float* out) {
-  constexpr int wide = Columns >= 3 ? 2 : Columns == 2 ? 4 : 8;
+void values_block(const T* values, Index count, Index apart, Index dim, const float* weights, Index stride, Index columns, float* out) {
+  constexpr int wide = std::min(tile_sums / Columns, 8), narrow = std::min(wide, 2);
   Index d = 0;
-  for (; d + wide * packet_size <= dim; d += wide * packet_size) values_tile<Columns, wide, Streams>(values, count, apart, dim, weights, stride, d, out);
-  for (; d + packet_size <= dim; d += packet_size) values_tile<Columns, 1, Streams>(values, count, apart, dim, weights, stride, d, out);
+  for (; d + wide * packet_size <= dim; d += wide * packet_size) values_tile<Columns, wide, Streams>(values, count, apart, dim, weights, stride, columns, d, out);
+  for (; wide > narrow && d + narrow * packet_size <= dim; d += narrow * packet_size) values_tile<Columns, narrow, Streams>(values, count, apart, dim, weights, stride, columns, d, out);
+  for (; d + packet_size <= dim; d += packet_size) values_tile<Columns, 1, Streams>(values, count, apart, dim, weights, stride, columns, d, out);
   for (; d < dim; ++d)
-    for (int c = 0; c < Columns; ++c)
+    for (Index c = 0; c < columns; ++c)
       for (Index i = 0; i < count; ++i)
         for (int stream = 0; stream < Streams; ++stream)
           out[c * dim + d] += weights[c * stride + stream * apart + i] * to_float(values[(stream * apart + i) * dim + d]);
@@ -185,12 +164,13 @@ void weighted_values(const T* values, Index slots, Index head_dim, const float* 
   std::fill_n(out, head_dim * columns, 0.0f);
   const Index part = slots / streams, block = block_slots_of<T>(head_dim);
   for (Index first = 0; first < part; first += block)
-    for_column_tiles(columns, [&](Index column, auto width) {
+    for_column_tiles(columns, [&](Index column, Index width_used, auto width) {
       values_block<width, streams>(values + first * head_dim, std::min(block, part - first), part, head_dim, weights + column * stride + first, stride,
-                                   out + column * head_dim);
+                                   width_used, out + column * head_dim);
     });
   for (Index column = 0; column < columns && part * streams < slots; ++column)  // the one beyond the streams
-    values_block<1, 1>(values + part * streams * head_dim, slots % streams, 0, head_dim, weights + column * stride + part * streams, stride, out + column * head_dim);
+    values_block<1, 1>(values + part * streams * head_dim, slots % streams, 0, head_dim, weights + column * stride + part * streams, stride, 1,
+                       out + column * head_dim);
 }
 
 /// What a kernel reads of one kv_head.

@@ -1,4 +1,4 @@
-// Packets of floats, loaded from whatever is stored. The kernels' only contact with the machine: everything else is
+// Packets of floats, loaded from whatever is stored, and softmax over them. The kernels' only contact with the machine: everything else is
 // written once, for SSE, AVX2, AVX-512 and NEON alike. Half conversion is ours because Eigen 3.4 under GCC never uses F16C.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <concepts>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "kvsnip/detail/convert.hpp"
 #include "kvsnip/policy.hpp"
@@ -113,7 +114,9 @@ void transpose(P (&x)[N]) {
 /// x, kept in a register, where compilers cannot see through it: GCC would rather load it again for every use, and -ffast-math
 /// undo a rounding.
 inline Packet pinned(Packet x) {
-#if defined(EIGEN_VECTORIZE_SSE) && defined(__GNUC__)
+#if defined(EIGEN_VECTORIZE_AVX512) && defined(__GNUC__)
+  asm("" : "+v"(x));  // any of 32
+#elif defined(EIGEN_VECTORIZE_SSE) && defined(__GNUC__)
   asm("" : "+x"(x));
 #else
   EIGEN_OPTIMIZATION_BARRIER(x)
@@ -152,25 +155,69 @@ inline constexpr float log2_e = 1.44269504f;
 /// Sums of the lanes of each of N packets.
 template <int N>
 inline void add_lanes(const Packet (&x)[N], float* sums) {
+  // Packets are halved in number: [x0 x1 x0 x1 ...], [x0 x1 x2 x3 x0 ...], ..., [x0 ... x7 or x15].
+#if defined(EIGEN_VECTORIZE_AVX512)
+  if constexpr (N == 16) {
+    __m512 y[8];
+    for (int i = 0; i < 8; ++i) y[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) y[i] = _mm512_add_ps(_mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0x44), _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0xEE));
+    for (int i = 0; i < 2; ++i) y[i] = _mm512_add_ps(_mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0x44), _mm512_shuffle_f32x4(y[2 * i], y[2 * i + 1], 0xEE));
+    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_shuffle_f32x4(y[0], y[1], 0x88), _mm512_shuffle_f32x4(y[0], y[1], 0xDD)));
+    return;
+  }
+#endif
 #if defined(EIGEN_VECTORIZE_AVX)
   if constexpr (N == 8) {
-    __m256 half[8], pair[4], quad[2];
+    __m256 y[8];
     for (int i = 0; i < 8; ++i) {
 #if defined(EIGEN_VECTORIZE_AVX512)
-      half[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[i]), 1)));
+      y[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x[i]), 1)));
 #else
-      half[i] = x[i];
+      y[i] = x[i];
 #endif
-    }  // then halve 8 packets to 4, 2, 1: [x0 x1 x0 x1 ...], [x0 x1 x2 x3 x0 ...], [x0 ... x7]
-    for (int i = 0; i < 4; ++i)
-      pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(half[2 * i], half[2 * i + 1]), _mm256_unpackhi_ps(half[2 * i], half[2 * i + 1]));
-    for (int i = 0; i < 2; ++i)
-      quad[i] = _mm256_add_ps(_mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44), _mm256_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xEE));
-    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31)));
+    }
+    for (int i = 0; i < 4; ++i) y[i] = _mm256_add_ps(_mm256_unpacklo_ps(y[2 * i], y[2 * i + 1]), _mm256_unpackhi_ps(y[2 * i], y[2 * i + 1]));
+    for (int i = 0; i < 2; ++i) y[i] = _mm256_add_ps(_mm256_shuffle_ps(y[2 * i], y[2 * i + 1], 0x44), _mm256_shuffle_ps(y[2 * i], y[2 * i + 1], 0xEE));
+    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(y[0], y[1], 0x20), _mm256_permute2f128_ps(y[0], y[1], 0x31)));
     return;
   }
 #endif
   for (int i = 0; i < N; ++i) sums[i] = Eigen::internal::predux(x[i]);
+}
+
+/// The logit of a slot that a query cannot see. Finite: builds with -ffast-math have no infinity.
+inline constexpr float hidden = -std::numeric_limits<float>::max();
+
+/// Replace logits by 2^(logit - max), the weights but for a common factor. @return the largest logit, and the weights' sum;
+/// with nothing visible all weights are 0
+struct Softmax {
+  float max = hidden, total = 0.0f;
+};
+inline Softmax unnormalised_softmax(float* logits, Index slots) {
+  namespace ei = Eigen::internal;
+  const Index whole = slots - slots % packet_size, rest = slots - whole;
+  alignas(64) float tail[packet_size];  // the last slots, filled up with hidden ones
+  std::fill_n(tail, packet_size, hidden);
+  std::copy_n(logits + whole, rest, tail);
+
+  Packet most = ei::pload<Packet>(tail);
+  for (Index i = 0; i < whole; i += packet_size) most = ei::pmax(most, ei::ploadu<Packet>(logits + i));
+  const float max = ei::predux_max(most);
+  if (max == hidden) {
+    std::fill_n(logits, slots, 0.0f);
+    return {};
+  }
+  const Packet shift = ei::pset1<Packet>(max);
+  Packet sum = ei::pset1<Packet>(0.0f);
+  const auto exponential = [&](float* x) {
+    const Packet e = exp2_nonpositive(ei::psub(ei::ploadu<Packet>(x), shift));
+    ei::pstoreu(x, e);
+    sum = ei::padd(sum, e);
+  };
+  for (Index i = 0; i < whole; i += packet_size) exponential(logits + i);
+  exponential(tail);
+  std::copy_n(tail, rest, logits + whole);
+  return {max, ei::predux(sum)};
 }
 
 }  // namespace kvsnip::detail

@@ -131,8 +131,9 @@ class PrefillTile {
     const Index heads = mean ? head_.group_size : 1, begin = first * head_.group_size, end = queries_ * head_.group_size, slots = head_.slots;
     for (Index block = 0; block < blocks_; ++block) {
       for (Index column = 0; column < columns(); column += packet_size) ei::pstore(correction_ + column, correction(block, column));
-      for (Index slot = block * block_slots; slot < std::min(visible_, (block + 1) * block_slots); slot += packet_size)
-        for (Index column = begin / packet_size * packet_size; column < end; column += packet_size) emit(block, slot, column, begin, end, heads);
+      for (Index panel = begin / panel_columns; panel < panels_; ++panel)  // a panel's weights are read as they lie in memory
+        for (Index slot = block * block_slots; slot < std::min(visible_, (block + 1) * block_slots); slot += packet_size)
+          for (Index p = 0; p < panel_packets; ++p) emit(block, slot, panel * panel_columns + p * packet_size, begin, end, heads);
     }
     for (Index row = 0; row < (end - begin) / heads; ++row) std::fill(rows_ + row * slots + visible_, rows_ + (row + 1) * slots, 0.0f);
     return rows_;

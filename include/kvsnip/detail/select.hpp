@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -13,29 +14,38 @@
 namespace kvsnip::detail {
 
 /// The `count` lowest of the eligible slots, first one first: by score, equal ones as the strict order `before` says.
-/// Slots past the best so far are passed over a block at a time; nothing is allocated once `out` has the capacity.
+/// Blocks of slots are passed over by their lowest score: past the highest of those found, and at first past a limit below
+/// which there are probably enough. Nothing is allocated once `out` has the capacity.
+/// @param scores  no NaN
 template <class Eligible, class Before>
 void select_lowest(std::span<const float> scores, Index count, Eligible eligible, Before before, std::vector<Index>& out) {
   out.clear();
-  if (count <= 0) return;
-  const auto num_slots = static_cast<Index>(scores.size());
-  constexpr Index block = 64;
-  bool full = false;
-  float highest = 0.0f;  // of a full `out`
-  const auto consider = [&](Index slot) {
-    if (full && (scores[static_cast<std::size_t>(slot)] > highest || !before(slot, out.front()))) return;
-    if (!eligible(slot)) return;
-    if (full) std::pop_heap(out.begin(), out.end(), before), out.pop_back();
-    out.push_back(slot);
-    std::push_heap(out.begin(), out.end(), before);
-    full = static_cast<Index>(out.size()) == count;
-    highest = scores[static_cast<std::size_t>(out.front())];
+  if (count <= 0 || scores.empty()) return;
+  constexpr Index max_blocks = 64, min_block = 32;
+  const Index num_slots = std::ssize(scores), block = std::max(min_block, (num_slots + max_blocks - 1) / max_blocks);
+  const Index num_blocks = (num_slots + block - 1) / block;
+  std::array<float, max_blocks> least, in_order;
+  for (Index b = 0; b < num_blocks; ++b)
+    least[static_cast<std::size_t>(b)] = Eigen::Map<const Eigen::ArrayXf>(scores.data() + b * block, std::min(block, num_slots - b * block)).minCoeff();
+  const auto select = [&](bool bounded, float bound) {  // whether there are enough with no score above the bound
+    const auto consider = [&](Index slot) {
+      if ((bounded && scores[static_cast<std::size_t>(slot)] > bound) || !eligible(slot)) return;
+      if (std::ssize(out) == count) {
+        if (!before(slot, out.front())) return;
+        std::pop_heap(out.begin(), out.end(), before), out.pop_back();
+      }
+      out.push_back(slot);
+      std::push_heap(out.begin(), out.end(), before);
+      if (std::ssize(out) == count) bounded = true, bound = scores[static_cast<std::size_t>(out.front())];
+    };
+    for (Index b = 0; b < num_blocks; ++b)
+      for (Index slot = b * block; slot < std::min((b + 1) * block, num_slots) && !(bounded && least[static_cast<std::size_t>(b)] > bound); ++slot) consider(slot);
+    return std::ssize(out) == count;
   };
-  for (Index first = 0; first < num_slots; first += block) {
-    const Index end = std::min(first + block, num_slots);
-    if (full && Eigen::Map<const Eigen::ArrayXf>(scores.data() + first, end - first).minCoeff() > highest) continue;
-    for (Index slot = first; slot < end; ++slot) consider(slot);
-  }
+  std::copy_n(least.begin(), num_blocks, in_order.begin());
+  const auto limit = in_order.begin() + std::min(2 * count, num_blocks) - 1;  // some of the lowest may not be eligible
+  std::nth_element(in_order.begin(), limit, in_order.begin() + num_blocks);
+  if (!select(true, *limit)) out.clear(), select(false, 0.0f);
   std::sort_heap(out.begin(), out.end(), before);
 }
 
