@@ -9,7 +9,6 @@
 //
 //        [c c c c][c c c c]            [d d d d][d d d d]
 //   k0       +        +           c0       +        +
-//   k1       +        +           c1       +        +
 //   ...                           ...
 //   k5       +        +           c5       +        +
 //
@@ -25,14 +24,13 @@
 #include "kvsnip/detail/aligned_array.hpp"
 #include "kvsnip/detail/decode_kernel.hpp"
 #include "kvsnip/detail/packet.hpp"
-#include "kvsnip/policy.hpp"
 
 namespace kvsnip::detail {
 
-inline constexpr Index panel_packets = 2;
+inline constexpr Index panel_packets = 2;  // add_column_sums counts on it
 inline constexpr Index panel_columns = panel_packets * packet_size;
 inline constexpr Index keys_per_tile = 6;
-inline constexpr Index block_slots = 144;  // a multiple of keys_per_tile and packet_size; a block stays in the second-level cache
+inline constexpr Index block_slots = 144;  // a multiple of keys_per_tile, packet_size and 8; a block stays in the second-level cache
 inline constexpr Index value_packets = 2;
 
 /// logits (panel_columns, 6) of 6 keys. @param q  (panel_columns, head_dim)
@@ -88,12 +86,9 @@ class PrefillTile {
         value_panels_(head.values == nullptr ? 0 : (head.head_dim + value_panel - 1) / value_panel), keep_(keep), scratch_(scratch_size()) {
     q_ = scratch_.take(panels_ * head.head_dim * panel_columns);
     if constexpr (!std::same_as<T, float>) keys_ = scratch_.take(block_slots * head.head_dim);
-    values_ = scratch_.take(block_slots * value_panels_ * value_panel);
-    out_ = scratch_.take(columns() * value_panels_ * value_panel);
+    values_ = scratch_.take(block_slots * value_panels_ * value_panel), out_ = scratch_.take(columns() * value_panels_ * value_panel);
     weights_ = scratch_.take(kept_blocks_ * block_slots * columns());
-    max_ = scratch_.take(kept_blocks_ * columns());
-    total_ = scratch_.take(columns());
-    correction_ = scratch_.take(columns());
+    max_ = scratch_.take(kept_blocks_ * columns()), total_ = scratch_.take(columns()), correction_ = scratch_.take(columns());
     if (keep == Keep::rows) rows_ = scratch_.take(head.slots * num_queries * head.group_size);
     std::fill_n(q_, panels_ * head.head_dim * panel_columns, 0.0f);
     std::fill_n(out_, columns() * value_panels_ * value_panel, 0.0f);
@@ -143,21 +138,17 @@ class PrefillTile {
     namespace ei = Eigen::internal;
     for (Index block = 0; block < blocks_; ++block)
       for (Index panel = 0; panel < panels_; ++panel) {
-        Packet factor[panel_packets];
-        for (Index p = 0; p < panel_packets; ++p) factor[p] = correction(block, panel * panel_columns + p * packet_size);
-        const float* weights = weights_of(block, panel);
+        const Packet first = correction(block, panel * panel_columns), second = correction(block, panel * panel_columns + packet_size);
         const Index num_keys = seen(block, panel);
-        constexpr Index keys = 8;  // whose lanes are added up together; block_slots is a multiple
-        for (Index key = 0; key < num_keys; key += keys) {
-          Packet sum[keys];
-          for (Index k = 0; k < keys; ++k) {
-            sum[k] = ei::pset1<Packet>(0.0f);
-            for (Index p = 0; p < panel_packets && key + k < num_keys; ++p)
-              sum[k] = ei::pmadd(factor[p], ei::pload<Packet>(weights + (key + k) * panel_columns + p * packet_size), sum[k]);
+        for (Index key = 0; key < num_keys; key += 8) {  // lanes are added up by eights: what comes past the last key is left
+          Packet weighted[8];
+          float of_key[8];
+          for (Index k = 0; k < 8; ++k) {
+            const float* weights = weights_of(block, panel) + (key + k) * panel_columns;
+            weighted[k] = ei::pmadd(first, ei::pload<Packet>(weights), ei::pmul(second, ei::pload<Packet>(weights + packet_size)));
           }
-          float of_keys[keys];
-          add_lanes(sum, of_keys);
-          for (Index k = 0; k < std::min(keys, num_keys - key); ++k) sums[block * block_slots + key + k] += of_keys[k] / static_cast<float>(head_.group_size);
+          add_lanes(weighted, of_key);
+          for (Index k = 0; k < std::min<Index>(8, num_keys - key); ++k) sums[block * block_slots + key + k] += of_key[k] / static_cast<float>(head_.group_size);
         }
       }
   }
@@ -237,7 +228,7 @@ class PrefillTile {
           prefill_values<width>(values_ + d * block_slots * value_panel, weights_of(block, panel) + c, seen(block, panel), correction_ + column,
                                 out_ + (column * value_panels_ + d) * value_panel, value_panels_ * value_panel);
         };
-        Index c = seen(block, panel) > 0 ? 0 : panel_columns;  // in sixes, but for 4 or 8 columns at the end
+        Index c = seen(block, panel) > 0 ? 0 : panel_columns;  // by sixes, but for 4 or 8 columns at the end
         for (; panel_columns - c >= 6 && panel_columns - c != 8; c += 6) add(c, std::integral_constant<Index, 6>{});
         for (; panel_columns - c >= 4; c += 4) add(c, std::integral_constant<Index, 4>{});
         for (; c < panel_columns; c += 2) add(c, std::integral_constant<Index, 2>{});
