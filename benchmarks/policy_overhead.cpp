@@ -103,7 +103,7 @@ Task& cost(Bench& bench, std::string name, P policy, Index cycle = 8, bool cold 
                      .type = "half",
                      .run = [=] {
                        if (!cold) books->warm_up(std::max<Index>(cycle, 512));
-                       return books->run_cycles(cycle, std::max<Index>(cycle / 32, 1), cycle > 8 ? 1 : 3);
+                       return books->run_cycles(cycle, std::max<Index>(cycle / 32, 1), 3);
                      }});
 }
 

@@ -130,6 +130,7 @@ class KVCache {
 
   template <class Input>
   Step append(const Input& k, const Input& v, const UpdateOptions& options) {
+    for (Index h = 0; h < shape().kv_heads; ++h) prefetch(h);
     check(k, v, options);
     publish_vectors();
     planner_.plan(k.cols(), options);
@@ -142,6 +143,16 @@ class KVCache {
     publish_vectors();
     for (Index h = 0; h < shape().kv_heads; ++h) write(h, k, v);
     return Step(*this, planner_.step_id());
+  }
+  /// Ask for what the next token will touch if nothing goes: the other layers have pushed it out of the caches, and it had
+  /// better come all at once.
+  void prefetch(Index kv_head) const {
+    const Index slot = size(kv_head), dim = shape().head_dim;
+    Eigen::internal::prefetch(planner_.positions(kv_head).data() + slot);
+    Eigen::internal::prefetch(planner_.new_slots(kv_head).data());
+    if (slot == capacity(kv_head)) return;
+    for (Index d = 0; d < dim; d += 64 / static_cast<Index>(sizeof(T)))
+      for (const auto* columns : {&memory(kv_head).keys, &memory(kv_head).values}) Eigen::internal::prefetch(columns->data() + slot * dim + d);
   }
   template <class Input>
   void check(const Input& k, const Input& v, const UpdateOptions& options) const {

@@ -52,8 +52,10 @@ class ObservationWindow {
     const AttentionRows::Weights& weights = by_query_head ? rows.per_query_head : rows.mean;
     const Index columns = weights.cols() / rows.num_queries();
     for (Index j = 0; j < rows.num_queries(); ++j) {
-      held.emplace_back(static_cast<std::size_t>(weights.rows() * columns));
-      Eigen::Map<Eigen::MatrixXf>(held.back().data(), weights.rows(), columns) = factor(j) * weights.middleCols(j * columns, columns);
+      std::vector<float>& row = held.emplace_back();
+      row.reserve(static_cast<std::size_t>(weights.rows() * columns));
+      for (Index c = j * columns; c < (j + 1) * columns; ++c) row.insert(row.end(), weights.col(c).data(), weights.col(c).data() + weights.rows());
+      if (const float f = factor(j); f != 1.0f) Eigen::Map<Eigen::ArrayXf>(row.data(), std::ssize(row)) *= f;
     }
     const Index excess = static_cast<Index>(held.size()) - options_.observation_window;
     if (excess > 0) held.erase(held.begin(), held.begin() + excess);
