@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <kvsnip/attention.hpp>
+#include <kvsnip/detail/bit_history.hpp>
 #include <kvsnip/kv_cache.hpp>
 #include <kvsnip/policy/scissorhands.hpp>
 #include <map>

@@ -53,12 +53,10 @@ class BitHistory {
     std::uint16_t* counts = marked_.data();
     const auto bit = static_cast<std::uint16_t>(1u << (turn % 16)), others = static_cast<std::uint16_t>(~bit);
     constexpr Index block = 256;
-    std::int32_t marks[block];  // two steps, since compilers vectorise no loop that compares 32 bits and stores 16
     std::uint16_t ones[block];  // all bits of it, where marked: what follows needs no shifts and vectorises in 16 bits
     for (Index first = 0; first < num_slots; first += block) {
       const Index count = std::min(block, num_slots - first);
-      for (Index i = 0; i < count; ++i) marks[i] = mark(first + i) ? -1 : 0;
-      for (Index i = 0; i < count; ++i) ones[i] = static_cast<std::uint16_t>(marks[i]);
+      for (Index i = 0; i < count; ++i) ones[i] = mark(first + i) ? 0xffff : 0;
       for (Index i = 0; i < count; ++i) {
         const std::uint16_t word = words[first + i], leaving = (word & bit) != 0 ? 0xffff : 0;
         counts[first + i] = static_cast<std::uint16_t>(counts[first + i] - ones[i] + leaving);  // 0xffff is -1

@@ -27,11 +27,10 @@
 
 namespace kvsnip::detail {
 
-inline constexpr Index panel_packets = 2;  // add_column_sums counts on it
+inline constexpr Index panel_packets = 2, value_packets = 2;  // add_column_sums counts on the former
 inline constexpr Index panel_columns = panel_packets * packet_size;
 inline constexpr Index keys_per_tile = 6;
 inline constexpr Index block_slots = 144;  // a multiple of keys_per_tile, packet_size and 8; a block stays in the second-level cache
-inline constexpr Index value_packets = 2;
 
 /// logits (panel_columns, 6) of 6 keys. @param q  (panel_columns, head_dim)
 inline void prefill_logits(const float* const (&keys)[keys_per_tile], const float* q, Index dim, float* logits) {
@@ -126,9 +125,10 @@ class PrefillTile {
     const Index heads = mean ? head_.group_size : 1, begin = first * head_.group_size, end = queries_ * head_.group_size, slots = head_.slots;
     for (Index block = 0; block < blocks_; ++block) {
       for (Index column = 0; column < columns(); column += packet_size) ei::pstore(correction_ + column, correction(block, column));
-      for (Index panel = begin / panel_columns; panel < panels_; ++panel)  // a panel's weights are read as they lie in memory
+      for (Index panel = begin / panel_columns; panel * panel_columns < end; ++panel)  // a panel's weights are read as they lie in memory
         for (Index slot = block * block_slots; slot < std::min(visible_, (block + 1) * block_slots); slot += packet_size)
-          for (Index p = 0; p < panel_packets; ++p) emit(block, slot, panel * panel_columns + p * packet_size, begin, end, heads);
+          for (Index column = std::max(panel * panel_columns, begin / packet_size * packet_size); column < std::min((panel + 1) * panel_columns, end); column += packet_size)
+            emit(block, slot, column, begin, end, heads);
     }
     for (Index row = 0; row < (end - begin) / heads; ++row) std::fill(rows_ + row * slots + visible_, rows_ + (row + 1) * slots, 0.0f);
     return rows_;

@@ -45,7 +45,8 @@ void select_lowest(std::span<const float> scores, Index count, Eligible eligible
   std::copy_n(least.begin(), num_blocks, in_order.begin());
   const auto limit = in_order.begin() + std::min(2 * count, num_blocks) - 1;  // some of the lowest may not be eligible
   std::nth_element(in_order.begin(), limit, in_order.begin() + num_blocks);
-  if (!select(true, *limit)) out.clear(), select(false, 0.0f);
+  const bool is_few = 2 * count < num_blocks;  // else the limit would hold too few, and the slots be looked at twice
+  if (!is_few || !select(true, *limit)) out.clear(), select(false, 0.0f);
   std::sort_heap(out.begin(), out.end(), before);
 }
 

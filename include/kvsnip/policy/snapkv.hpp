@@ -67,7 +67,7 @@ class SnapKV : public detail::ObservationWindow<SnapKVOptions> {
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) const {
     std::vector<Index> by_position(slots.positions.size());
     std::iota(by_position.begin(), by_position.end(), Index{0});
-    if (!std::is_sorted(slots.positions.begin(), slots.positions.end()))  // they are, but in caches that have evicted while decoding
+    if (!std::is_sorted(slots.positions.begin(), slots.positions.end()))  // only where decoding has overwritten slots
       std::sort(by_position.begin(), by_position.end(), [&](Index a, Index b) { return position(slots, a) < position(slots, b); });
     const Eigen::ArrayXf sum = sum_of_rows(kv_head, slots.size(), wants_query_heads()).rowwise().maxCoeff();
     const Index prefix = std::max<Index>(slots.size() - options_.observation_window, 0);
