@@ -36,6 +36,16 @@ class Findings {
 /// Checks a case; a throw counts as a finding.
 using GoldenCheck = void (*)(const GoldenCase&, Findings&);
 
+/// The checks of all kinds, by label: kind, or kind and what varies within it ("kvpress_score knorm").
+inline std::map<std::string, GoldenCheck>& golden_checks() {
+  static std::map<std::string, GoldenCheck> checks;
+  return checks;
+}
+/// A file of checks makes them known: const RegisterGolden kinds{{{"label", check}, ...}};
+struct RegisterGolden {
+  explicit RegisterGolden(const std::map<std::string, GoldenCheck>& checks) { golden_checks().insert(checks.begin(), checks.end()); }
+};
+
 /// How a case is run, nullptr: not covered yet; and the name it is counted under.
 struct GoldenRunner {
   std::string label;
