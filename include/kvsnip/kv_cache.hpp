@@ -55,9 +55,10 @@ class KVCache {
   class Step;
 
   /// @param budget  slots a kv_head may keep, sinks and windows included [tokens]; >= 1
-  /// @throws std::invalid_argument  bad shape, or a budget that cannot hold what the policy protects
-  KVCache(const Shape& shape, Index budget, P policy = P{})
-      : planner_(shape, budget, std::move(policy)), memory_(static_cast<std::size_t>(shape.kv_heads)) {}
+  /// @param rope    the model's, for policies that look at keys or queries as they were before it
+  /// @throws std::invalid_argument  bad shape, a budget that cannot hold what the policy protects, a Rope that is missing
+  KVCache(const Shape& shape, Index budget, P policy = P{}, Rope rope = {})
+      : planner_(shape, budget, std::move(policy), std::move(rope)), memory_(static_cast<std::size_t>(shape.kv_heads)) {}
 
   KVCache(const KVCache&) = default;
   KVCache(KVCache&&) noexcept = default;
@@ -84,6 +85,8 @@ class KVCache {
 
   const Shape& shape() const { return planner_.shape(); }
   Index budget() const { return planner_.budget(); }
+  /// What this kv_head may keep: budget(), unless the policy shares it out unevenly; unlimited_budget if it may grow.
+  Index budget(Index kv_head) const { return planner_.budget(kv_head); }
   const P& policy() const { return planner_.policy(); }
   /// Tokens appended since the last reset, whatever became of them.
   Index tokens_seen() const { return planner_.tokens_seen(); }
@@ -189,7 +192,7 @@ class KVCache {
   void reserve(Index kv_head) {
     const Index wanted = size(kv_head), now = capacity(kv_head);
     if (wanted <= now) return;
-    const Index limit = hooks::evicts(policy(), Phase::decode) && wanted <= budget() ? budget() : unlimited_budget;
+    const Index limit = hooks::evicts(policy(), Phase::decode) && wanted <= budget(kv_head) ? budget(kv_head) : unlimited_budget;
     Memory& m = memory(kv_head);
     const Index elements = std::max(wanted, std::min(limit, now + now / 2)) * shape().head_dim;
     detail::AlignedArray<T> keys(elements), values(elements);
@@ -243,7 +246,8 @@ class KVCache {
     if (kept.empty()) return;
     const Index dim = shape().head_dim;
     const Memory& m = memory(kv_head);
-    out.keys = detail::AlignedArray<T>(budget() * dim), out.values = detail::AlignedArray<T>(budget() * dim);
+    const Index capacity = planner_.next_budget(kv_head);
+    out.keys = detail::AlignedArray<T>(capacity * dim), out.values = detail::AlignedArray<T>(capacity * dim);
     for (Index i = 0; i < static_cast<Index>(kept.size()); ++i) {
       const Index slot = kept[static_cast<std::size_t>(i)];
       std::copy_n(m.keys.data() + slot * dim, dim, out.keys.data() + i * dim);
@@ -280,6 +284,8 @@ class KVCache<T, P>::Step {
   /// The policy wants the weights of the last so many queries of the step, of every kv_head.
   Index wanted_rows() const { return open().wanted_rows(); }
   bool wants_attention() const { return wanted_rows() > 0; }
+  /// The policy wants the last so many queries themselves: end every kv_head with on_queries (or attend).
+  Index wanted_queries() const { return open().wanted_queries(); }
   /// The policy wants the sums over all of a prompt's queries as well: on_column_sums.
   bool wants_column_sums() const { return open().wants_column_sums(); }
 
@@ -300,20 +306,28 @@ class KVCache<T, P>::Step {
     (void)open();
     finish_if(cache_->planner_.on_column_sums(kv_head, {sums.data(), sums.rows(), sums.cols(), Eigen::OuterStride<>(sums.outerStride())}));
   }
-  /// End a kv_head whose kernel yields no weights: they are computed again from the queries and the stored keys.
+  /// End a kv_head whose kernel yields no weights, or whose queries the policy wants: weights are computed again from the
+  /// queries and the stored keys.
   /// @param q  (head_dim, queries * group_size), after RoPE, unscaled, columns ordered as in on_attention: the last
-  ///           wanted_rows() queries, or all if column sums are wanted
+  ///           max(wanted_rows(), wanted_queries()) queries, or all if column sums are wanted
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) {
-    const Index group = shape().group_size(), dim = shape().head_dim, rows = wants_column_sums() ? num_queries() : wanted_rows();
-    if (rows == 0) return done(kv_head);
+    const Index group = shape().group_size(), dim = shape().head_dim;
+    const Index queries = wants_column_sums() ? num_queries() : std::max(wanted_rows(), wanted_queries());
+    if (queries == 0) return done(kv_head);
     detail::require_state(open().is_untouched(kv_head), "on_queries: kv_head ", kv_head, " has had some of its rows, or its column sums, already");
-    detail::require(q.rows() == dim && q.cols() == rows * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted queries * group_size = ",
-                    dim, " x ", rows * group, ", got ", q.rows(), " x ", q.cols());
+    detail::require(q.rows() == dim && q.cols() == queries * group, "on_queries: q of kv_head ", kv_head, " must be head_dim x wanted queries * group_size = ",
+                    dim, " x ", queries * group, ", got ", q.rows(), " x ", q.cols());
     for (Index j = 0; j < q.cols(); ++j)
       detail::require(detail::all_within(q.col(j).data(), dim, detail::max_magnitude<float>()), "on_queries: q must be finite and at most ",
                       detail::max_magnitude<float>(), " in magnitude, not so for kv_head ", kv_head, ", query at position ",
-                      first_position() + num_queries() - rows + j / group);
-    detail::weigh_queries(*this, kv_head, q);
+                      first_position() + num_queries() - queries + j / group);
+    if (wanted_queries() > 0) {
+      const Eigen::MatrixXf wanted = q.rightCols(wanted_queries() * group);
+      accept_queries(kv_head, wanted.data(), wanted_queries());
+    }
+    const Index rows = wants_column_sums() ? num_queries() : wanted_rows();
+    if (rows > 0) detail::weigh_queries(*this, kv_head, q.rightCols(rows * group));
+    else done(kv_head);
   }
   /// End a kv_head of which nothing is wanted. May be left out, unless the step is an over-long prompt.
   void done(Index kv_head) {
@@ -328,6 +342,11 @@ class KVCache<T, P>::Step {
   }
   /// No head has been told anything yet.
   bool is_untouched() const { return open().is_untouched(); }
+  /// The wanted queries of a kv_head; they do not end it. @param queries  (head_dim, num_wanted * group_size), contiguous
+  void accept_queries(Index kv_head, const float* queries, Index num_wanted) {
+    (void)open();
+    cache_->planner_.accept_queries(kv_head, {queries, shape().head_dim, num_wanted * shape().group_size()});
+  }
   /// on_attention for our own kernels, whose weights need no checks. (size, columns), contiguous.
   void accept(Index kv_head, const float* weights, Index columns) {
     const Index slots = size(kv_head);

@@ -5,6 +5,10 @@
 //
 //   hook                                               called
 //   score(kv_head, slots, out)                         when victims or a kept set must be chosen; higher is kept
+//   score_layer(heads, out)                            in its place, of all kv_heads at once, where they depend on each other
+//   refine(kv_head, slots, choice, scores)             change scores, knowing how many slots may stay
+//   head_budgets(scores, total, out)                   at a compaction: share the layer's budget out between kv_heads
+//   head_budget(kv_head, budget) -> Index              default: the cache's, for every kv_head; unlimited_budget is allowed
 //   evicts(phase) -> bool                              default: whatever the phase, if there is a score
 //   protection(phase) -> Protection                    default: nothing is protected
 //   eviction(budget) -> Eviction                       default: one victim at a time
@@ -12,6 +16,9 @@
 //   observe(kv_head, rows)                             attention weights arrived, in order, any number of calls
 //   wants_column_sums(step) -> bool                    default: no. Of a prompt: the sum over its queries, instead of rows
 //   observe_column_sums(kv_head, sums)                 they arrived, once a prompt update
+//   wanted_queries(step) -> Index                      default: none. The last so many queries; on_queries and attend bring them
+//   observe_queries(kv_head, queries)                  they arrived, before the step's rows
+//   needs_rope() -> bool                               default: no. The cache must be told the model's Rope
 //   wants_query_heads() -> bool                        default: no, the rows' mean over the query group is enough
 //   reserve(kv_head, num_slots)                        a kv_head will have so many slots: allocate now, so that the hooks
 //                                                      below need not (they must not throw)
@@ -23,7 +30,9 @@
 //
 // Hooks a policy does not need stay absent. State is per kv_head: hooks of different kv_heads of one step may run on
 // different threads. A policy is a value: copying it copies its state (a prompt that is taken back is undone by a
-// copy). observe sees decode steps only once they can no longer be taken back.
+// copy). observe and observe_queries see decode steps only once they can no longer be taken back.
+//
+// hooks.hpp has the defaults, as functions that call what there is: decorators and SlotPlanner ask those.
 #pragma once
 
 #include <Eigen/Core>
@@ -31,11 +40,10 @@
 #include <cstdint>
 #include <span>
 
-namespace kvsnip {
+#include "kvsnip/index.hpp"
+#include "kvsnip/rope.hpp"
 
-/// All sizes, counts, slots and positions; 64-bit.
-using Index = Eigen::Index;
-static_assert(sizeof(Index) == 8, "kvsnip needs 64-bit sizes: do not set EIGEN_DEFAULT_DENSE_INDEX_TYPE to less");
+namespace kvsnip {
 
 /// One attention layer's geometry. query_head h reads kv_head h / group_size().
 struct Shape {
@@ -86,6 +94,7 @@ class SlotsView {
 
   std::span<const Index> positions;  ///< (slots) positions, unique, in any order
   Phase phase = Phase::decode;       ///< what the slots are scored for
+  const Rope* rope = nullptr;        ///< the model's; null if the cache was not told
 
   Index size() const { return static_cast<Index>(positions.size()); }
   /// False when a SlotPlanner is used alone and the engine gave it no memory to read.
@@ -140,9 +149,58 @@ struct ColumnSums {
   std::span<const Index> positions;  ///< (slots)
 };
 
+/// Consecutive queries of one kv_head, after RoPE.
+struct QueryRows {
+  using Columns = Eigen::Map<const Eigen::MatrixXf>;
+
+  Columns queries;                   ///< (head_dim, queries * group_size), a query's heads side by side
+  Index group_size;
+  Index first_position;              ///< of the first query here; the others follow without a gap
+  StepInfo step;                     ///< the update they belong to
+  std::span<const Index> positions;  ///< (slots)
+  const Rope* rope;                  ///< the model's; null if the cache was not told
+
+  Index num_queries() const { return queries.cols() / group_size; }
+  /// These queries without the first `count`.
+  QueryRows without_first(Index count) const {
+    const Index skipped = count * group_size;
+    return {Columns(queries.data() + skipped * queries.rows(), queries.rows(), queries.cols() - skipped), group_size, first_position + count, step,
+            positions, rope};
+  }
+};
+
+/// A choice that scores are for: which slots may go, and how many of them may stay.
+struct Choice {
+  std::span<const Index> candidates;  ///< slots that nothing protects
+  Index num_kept = 0;                 ///< of the candidates
+};
+
 template <class P>
 concept ScoresSlots = requires(P& policy, Index kv_head, const SlotsView& slots, std::span<float> out) {
   policy.score(kv_head, slots, out);
+};
+template <class P>
+concept ScoresLayers = requires(P& policy, std::span<const SlotsView> heads, std::span<const std::span<float>> out) { policy.score_layer(heads, out); };
+template <class P>
+concept RefinesScores = requires(P& policy, Index kv_head, const SlotsView& slots, const Choice& choice, std::span<float> scores) {
+  policy.refine(kv_head, slots, choice, scores);
+};
+template <class P>
+concept SharesBudget = requires(P& policy, std::span<const std::span<const float>> scores, Index total, std::span<Index> out) {
+  policy.head_budgets(scores, total, out);
+};
+template <class P>
+concept FixesHeadBudgets = requires(const P& policy, Index kv_head, Index budget) {
+  { policy.head_budget(kv_head, budget) } -> std::same_as<Index>;
+};
+template <class P>
+concept ObservesQueries = requires(P& policy, Index kv_head, const StepInfo& step, const QueryRows& queries) {
+  { policy.wanted_queries(step) } -> std::same_as<Index>;
+  policy.observe_queries(kv_head, queries);
+};
+template <class P>
+concept MayNeedRope = requires(const P& policy) {
+  { policy.needs_rope() } -> std::same_as<bool>;
 };
 template <class P>
 concept ObservesAttention = requires(P& policy, Index kv_head, const AttentionRows& rows) { policy.observe(kv_head, rows); };
@@ -190,103 +248,6 @@ concept CountsBytes = requires(const P& policy) {
 
 /// A policy: copyable, and one that remembers attention can forget it.
 template <class P>
-concept Policy = std::copyable<P> && (!(ObservesAttention<P> || ObservesColumnSums<P>) || HasReset<P>) && (!ChoosesRows<P> || ObservesAttention<P>);
+concept Policy = std::copyable<P> && (!(ObservesAttention<P> || ObservesColumnSums<P> || ObservesQueries<P>) || HasReset<P>) && (!ChoosesRows<P> || ObservesAttention<P>);
 
-namespace hooks {
-
-/// A member with a hook's name but another signature would silently be no hook: say so.
-template <class P>
-consteval bool all_recognised() {
-  static_assert(!requires { &P::score; } || ScoresSlots<P>, "a hook must be: score(Index, const SlotsView&, std::span<float>)");
-  static_assert(!requires { &P::observe; } || ObservesAttention<P>, "a hook must be: observe(Index, const AttentionRows&)");
-  static_assert(!requires { &P::wants_column_sums; } || ObservesColumnSums<P>, "hooks must be: bool wants_column_sums(const StepInfo&) const, and observe_column_sums(Index, const ColumnSums&)");
-  static_assert(!requires { &P::observe_column_sums; } || ObservesColumnSums<P>, "a hook needs another: bool wants_column_sums(const StepInfo&) const");
-  static_assert(!requires { &P::wanted_rows; } || ChoosesRows<P>, "a hook must be: Index wanted_rows(const StepInfo&) const");
-  static_assert(!requires { &P::wants_query_heads; } || WantsQueryHeads<P>, "a hook must be: bool wants_query_heads() const");
-  static_assert(!requires { &P::evicts; } || ChoosesPhases<P>, "a hook must be: bool evicts(Phase) const");
-  static_assert(!requires { &P::protection; } || ProtectsSlots<P>, "a hook must be: Protection protection(Phase) const");
-  static_assert(!requires { &P::eviction; } || ChoosesEviction<P>, "a hook must be: Eviction eviction(Index) const");
-  static_assert(!requires { &P::reserve; } || ReservesState<P>, "a hook must be: reserve(Index, Index)");
-  static_assert(!requires { &P::on_insert; } || TracksInserts<P>, "a hook must be: on_insert(Index, Index, const SlotsView&)");
-  static_assert(!requires { &P::on_gather; } || TracksGathers<P>, "a hook must be: on_gather(Index, std::span<const Index>)");
-  static_assert(!requires { &P::on_prompt_end; } || TracksPrompts<P>, "a hook must be: on_prompt_end(Index)");
-  static_assert(!requires { &P::reset; } || HasReset<P>, "a hook must be: reset(const Shape&)");
-  static_assert(!requires { &P::bytes; } || CountsBytes<P>, "a hook must be: Index bytes() const");
-  return true;
-}
-
-}  // namespace hooks
-
-/// The hooks' defaults, so that callers need not ask. A policy with no score evicts nothing.
-namespace hooks {
-
-template <Policy P>
-bool evicts(const P& policy, Phase phase) {
-  if constexpr (ChoosesPhases<P>) return policy.evicts(phase);
-  else return ScoresSlots<P>;
-}
-template <Policy P>
-Protection protection(const P& policy, Phase phase) {
-  if constexpr (ProtectsSlots<P>) return policy.protection(phase);
-  else return {};
-}
-template <Policy P>
-Eviction eviction(const P& policy, Index budget) {
-  if constexpr (ChoosesEviction<P>) return policy.eviction(budget);
-  else return {};
-}
-template <Policy P>
-Index wanted_rows(const P& policy, const StepInfo& step) {
-  if constexpr (ChoosesRows<P>) return policy.wanted_rows(step);
-  else return ObservesAttention<P> ? step.num_queries : 0;
-}
-template <Policy P>
-bool wants_column_sums(const P& policy, const StepInfo& step) {
-  if constexpr (ObservesColumnSums<P>) return step.phase != Phase::decode && step.num_queries > 0 && policy.wants_column_sums(step);
-  else return false;
-}
-template <Policy P>
-void observe_column_sums(P& policy, Index kv_head, const ColumnSums& sums) {
-  if constexpr (ObservesColumnSums<P>) policy.observe_column_sums(kv_head, sums);
-}
-template <Policy P>
-bool wants_query_heads(const P& policy) {
-  if constexpr (WantsQueryHeads<P>) return policy.wants_query_heads();
-  else return false;
-}
-template <Policy P>
-void score(P& policy, Index kv_head, const SlotsView& slots, std::span<float> out) {
-  if constexpr (ScoresSlots<P>) policy.score(kv_head, slots, out);
-}
-template <Policy P>
-void observe(P& policy, Index kv_head, const AttentionRows& rows) {
-  if constexpr (ObservesAttention<P>) policy.observe(kv_head, rows);
-}
-template <Policy P>
-void reserve(P& policy, Index kv_head, Index num_slots) {
-  if constexpr (ReservesState<P>) policy.reserve(kv_head, num_slots);
-}
-template <Policy P>
-void on_insert(P& policy, Index kv_head, Index slot, const SlotsView& slots) {
-  if constexpr (TracksInserts<P>) policy.on_insert(kv_head, slot, slots);
-}
-template <Policy P>
-void on_gather(P& policy, Index kv_head, std::span<const Index> kept) {
-  if constexpr (TracksGathers<P>) policy.on_gather(kv_head, kept);
-}
-template <Policy P>
-void on_prompt_end(P& policy, Index kv_head) {
-  if constexpr (TracksPrompts<P>) policy.on_prompt_end(kv_head);
-}
-template <Policy P>
-void reset(P& policy, const Shape& shape) {
-  if constexpr (HasReset<P>) policy.reset(shape);
-}
-template <Policy P>
-Index bytes(const P& policy) {
-  if constexpr (CountsBytes<P>) return policy.bytes();
-  else return 0;
-}
-
-}  // namespace hooks
 }  // namespace kvsnip

@@ -16,6 +16,7 @@
 
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/kv_cache.hpp"
+#include "kvsnip/hooks.hpp"
 #include "kvsnip/policy.hpp"
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/cur.hpp"
@@ -70,6 +71,16 @@ class AnyPolicy {
   void observe_column_sums(Index kv_head, const ColumnSums& sums) { policy_->observe_column_sums(kv_head, sums); }
   bool wants_query_heads() const { return policy_->wants_query_heads(); }
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) { policy_->score(kv_head, slots, out); }
+  bool scores_layer(Phase phase) const { return policy_->scores_layer(phase); }
+  void score_layer(std::span<const SlotsView> heads, std::span<const std::span<float>> out) { policy_->score_layer(heads, out); }
+  bool refines(Phase phase) const { return policy_->refines(phase); }
+  void refine(Index kv_head, const SlotsView& slots, const Choice& choice, std::span<float> scores) { policy_->refine(kv_head, slots, choice, scores); }
+  bool shares_budget() const { return policy_->shares_budget(); }
+  void head_budgets(std::span<const std::span<const float>> scores, Index total, std::span<Index> out) { policy_->head_budgets(scores, total, out); }
+  Index head_budget(Index kv_head, Index budget) const { return policy_->head_budget(kv_head, budget); }
+  Index wanted_queries(const StepInfo& step) const { return policy_->wanted_queries(step); }
+  void observe_queries(Index kv_head, const QueryRows& queries) { policy_->observe_queries(kv_head, queries); }
+  bool needs_rope() const { return policy_->needs_rope(); }
   void observe(Index kv_head, const AttentionRows& rows) { policy_->observe(kv_head, rows); }
   void reserve(Index kv_head, Index num_slots) { policy_->reserve(kv_head, num_slots); }
   void on_insert(Index kv_head, Index slot, const SlotsView& slots) { policy_->on_insert(kv_head, slot, slots); }
@@ -99,6 +110,16 @@ class AnyPolicy {
     virtual void observe_column_sums(Index kv_head, const ColumnSums&) = 0;
     virtual bool wants_query_heads() const = 0;
     virtual void score(Index kv_head, const SlotsView&, std::span<float> out) = 0;
+    virtual bool scores_layer(Phase phase) const = 0;
+    virtual void score_layer(std::span<const SlotsView> heads, std::span<const std::span<float>> out) = 0;
+    virtual bool refines(Phase phase) const = 0;
+    virtual void refine(Index kv_head, const SlotsView& slots, const Choice& choice, std::span<float> scores) = 0;
+    virtual bool shares_budget() const = 0;
+    virtual void head_budgets(std::span<const std::span<const float>> scores, Index total, std::span<Index> out) = 0;
+    virtual Index head_budget(Index kv_head, Index budget) const = 0;
+    virtual Index wanted_queries(const StepInfo& step) const = 0;
+    virtual void observe_queries(Index kv_head, const QueryRows& queries) = 0;
+    virtual bool needs_rope() const = 0;
     virtual void observe(Index kv_head, const AttentionRows&) = 0;
     virtual void reserve(Index kv_head, Index num_slots) = 0;
     virtual void on_insert(Index kv_head, Index slot, const SlotsView&) = 0;
@@ -120,6 +141,16 @@ class AnyPolicy {
     void observe_column_sums(Index kv_head, const ColumnSums& sums) override { hooks::observe_column_sums(policy, kv_head, sums); }
     bool wants_query_heads() const override { return hooks::wants_query_heads(policy); }
     void score(Index kv_head, const SlotsView& slots, std::span<float> out) override { hooks::score(policy, kv_head, slots, out); }
+    bool scores_layer(Phase phase) const override { return hooks::scores_layer(policy, phase); }
+    void score_layer(std::span<const SlotsView> heads, std::span<const std::span<float>> out) override { hooks::score_layer(policy, heads, out); }
+    bool refines(Phase phase) const override { return hooks::refines(policy, phase); }
+    void refine(Index kv_head, const SlotsView& slots, const Choice& choice, std::span<float> scores) override { hooks::refine(policy, kv_head, slots, choice, scores); }
+    bool shares_budget() const override { return hooks::shares_budget(policy); }
+    void head_budgets(std::span<const std::span<const float>> scores, Index total, std::span<Index> out) override { hooks::head_budgets(policy, scores, total, out); }
+    Index head_budget(Index kv_head, Index budget) const override { return hooks::head_budget(policy, kv_head, budget); }
+    Index wanted_queries(const StepInfo& step) const override { return hooks::wanted_queries(policy, step); }
+    void observe_queries(Index kv_head, const QueryRows& queries) override { hooks::observe_queries(policy, kv_head, queries); }
+    bool needs_rope() const override { return hooks::needs_rope(policy); }
     void observe(Index kv_head, const AttentionRows& rows) override { hooks::observe(policy, kv_head, rows); }
     void reserve(Index kv_head, Index num_slots) override { hooks::reserve(policy, kv_head, num_slots); }
     void on_insert(Index kv_head, Index slot, const SlotsView& slots) override { hooks::on_insert(policy, kv_head, slot, slots); }

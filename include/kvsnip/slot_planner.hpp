@@ -22,12 +22,10 @@
 #include "kvsnip/detail/row_intake.hpp"
 #include "kvsnip/detail/select.hpp"
 #include "kvsnip/detail/sequence.hpp"
+#include "kvsnip/hooks.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip {
-
-/// The largest budget and the end of the positions: 2^61.
-inline constexpr Index unlimited_budget = Index{1} << 61;
 
 struct UpdateOptions {
   bool more = false;          ///< the prompt goes on in the next update (chunked prefill)
@@ -42,12 +40,15 @@ class SlotPlanner {
   using Weights = AttentionRows::Weights;
 
   /// @param budget  slots a kv_head may keep, sinks and windows included; >= 1. Ignored by a policy that never evicts.
-  /// @throws std::invalid_argument  bad shape; a budget that cannot hold what the policy protects
-  SlotPlanner(const Shape& shape, Index budget, P policy = P{}) : shape_(shape), budget_(budget), policy_(std::move(policy)) {
+  /// @param rope    the model's, for policies that need it
+  /// @throws std::invalid_argument  bad shape; a budget that cannot hold what the policy protects; a Rope that is missing
+  SlotPlanner(const Shape& shape, Index budget, P policy = P{}, Rope rope = {})
+      : shape_(shape), budget_(budget), policy_(std::move(policy)), rope_(std::move(rope)) {
     detail::check_shape(shape);
-    detail::check_budget(policy_, budget, unlimited_budget);
+    detail::check_budget(policy_, budget);
+    detail::check_rope(rope_, shape, hooks::needs_rope(policy_));
     heads_.resize(static_cast<std::size_t>(shape.kv_heads));
-    hooks::reset(policy_, shape_);
+    begin_sequence();
   }
 
   /// A value: copied between steps. Assignment makes steps of what was here before stale.
@@ -58,7 +59,10 @@ class SlotPlanner {
   ~SlotPlanner() = default;
 
   const Shape& shape() const { return shape_; }
+  /// What a kv_head may keep where nothing shares it out.
   Index budget() const { return budget_; }
+  /// What this one may keep: unlimited_budget if the policy lets it grow.
+  Index budget(Index kv_head) const { return head(kv_head).budget; }
   const P& policy() const { return policy_; }
   Index tokens_seen() const { return sequence_.tokens_seen; }
   /// Where the sequence ended: the default position of the next token.
@@ -86,27 +90,30 @@ class SlotPlanner {
     const bool compacts = step.phase == Phase::long_prompt && !options.more && over_budget(num_tokens);
     if (state_.is_open()) commit();  // a step that wanted nothing and was left without done
     const Index wanted_rows = std::clamp<Index>(hooks::wanted_rows(policy_, step), 0, num_tokens);
+    const Index wanted_queries = std::clamp<Index>(hooks::wanted_queries(policy_, step), 0, num_tokens);
     const bool wants_sums = hooks::wants_column_sums(policy_, step);
+    layer_is_scored_ = false;
     for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
     for (Index h = 0; h < shape_.kv_heads; ++h)
       hooks::reserve(policy_, h, size(h) + num_tokens - static_cast<Index>(head(h).books.victims.size()));
-    if constexpr (ObservesAttention<P> || ObservesColumnSums<P> || TracksInserts<P>)
+    if constexpr (ObservesAttention<P> || ObservesColumnSums<P> || ObservesQueries<P> || TracksInserts<P>)
       if (step.phase != Phase::decode) saved_policy_ = policy_;
     // Nothing below throws.
-    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts, wanted_rows_ = wanted_rows, wants_sums_ = wants_sums;
+    step_ = step, before_ = sequence_, sequence_ = next, compacts_ = compacts;
+    wants_ = {wanted_rows, wanted_queries, wants_sums};
     for (Head& head : heads_) {
       head.books.place(first, num_tokens);
-      head.rows.begin(wanted_rows_, wants_sums_);
-      head.inserted = head.ended = false;
+      head.rows.begin(wants_);
+      head.inserted = head.ended = false, head.next_budget = head.budget;
     }
-    state_.open(shape_.kv_heads, compacts_ || wants_sums_ || wanted_rows_ > 0);
+    state_.open(shape_.kv_heads, compacts_ || wants_ != detail::Wants{});
   }
 
   // --- the open step; different kv_heads may be served from different threads
   const StepInfo& step() const { return step_; }
   /// No head has been told anything yet.
   bool is_untouched() const {
-    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.is_untouched(wanted_rows_, wants_sums_); });
+    return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) { return !head.ended && head.rows.is_untouched(wants_); });
   }
   /// The number of the open step; none is used twice.
   std::uint64_t step_id() const { return state_.id(); }
@@ -114,10 +121,12 @@ class SlotPlanner {
   /// Whether the step's end cuts a prompt to the budget.
   bool compacts() const { return compacts_; }
   /// The policy wants the weights of the last so many queries; of a prompt perhaps also the sums of all queries'.
-  Index wanted_rows() const { return wanted_rows_; }
-  bool wants_column_sums() const { return wants_sums_; }
+  Index wanted_rows() const { return wants_.rows; }
+  bool wants_column_sums() const { return wants_.column_sums; }
+  /// The policy wants the last so many queries themselves.
+  Index wanted_queries() const { return wants_.queries; }
   /// Nothing of what is wanted of a kv_head has come.
-  bool is_untouched(Index kv_head) const { return open_head(kv_head).rows.is_untouched(wanted_rows_, wants_sums_); }
+  bool is_untouched(Index kv_head) const { return open_head(kv_head).rows.is_untouched(wants_); }
   /// The slot of each new token, in order.
   std::span<const Index> new_slots(Index kv_head) const { return head(kv_head).books.new_slots; }
   /// Slots in use before the step.
@@ -133,6 +142,7 @@ class SlotPlanner {
     const Head& head = open_head(kv_head);
     const Index group = shape_.group_size(), left = head.rows.left();
     if (left == 0) return done(kv_head);
+    require_queries_came(head, kv_head);
     detail::require(weights.rows() == head.books.size(), "on_attention: weights of kv_head ", kv_head, " must have ", head.books.size(),
                     " rows, one a slot, got ", weights.rows());
     detail::require(weights.cols() > 0 && weights.cols() % group == 0 && weights.cols() / group <= left, "on_attention: weights of kv_head ",
@@ -146,13 +156,13 @@ class SlotPlanner {
   bool accept(Index kv_head, const Weights& weights) {
     const Index group = shape_.group_size();
     if (step_.phase != Phase::decode) return pass_on(kv_head, detail::mean_over_group(weights, group), weights);
-    rows_to_come(kv_head, weights.cols() / group).keep(weights, group, wanted_rows_, wants_query_heads());
+    rows_to_come(kv_head, weights.cols() / group).keep(weights, group, wants_.rows, wants_query_heads());
     return end_if_complete(kv_head);
   }
   /// The same if !wants_query_heads(). @param mean  (size, queries) over the group
   bool accept_mean(Index kv_head, const Weights& mean) {
     if (step_.phase != Phase::decode) return pass_on(kv_head, mean, Weights(nullptr, mean.rows(), 0, Eigen::OuterStride<>(mean.rows())));
-    rows_to_come(kv_head, mean.cols()).keep(mean, 1, wanted_rows_, false);
+    rows_to_come(kv_head, mean.cols()).keep(mean, 1, wants_.rows, false);
     return end_if_complete(kv_head);
   }
   bool wants_query_heads() const { return hooks::wants_query_heads(policy_); }
@@ -162,6 +172,7 @@ class SlotPlanner {
     const Index slots = open_head(kv_head).books.size(), group = shape_.group_size();
     detail::require(sums.rows() == slots && sums.cols() == group, "on_column_sums: sums of kv_head ", kv_head, " must be slots x group_size = ",
                     slots, " x ", group, ", got ", sums.rows(), " x ", sums.cols());
+    require_queries_came(open_head(kv_head), kv_head);
     detail::require(detail::first_bad_column(sums) < 0, "on_column_sums: sums must be finite and >= 0, not so for kv_head ", kv_head);
     return accept_column_sums(kv_head, detail::mean_over_group(sums, group).data());
   }
@@ -174,8 +185,22 @@ class SlotPlanner {
     head.rows.sums_came();
     return end_if_complete(kv_head);
   }
+  /// The last wanted_queries() queries of one kv_head, (head_dim, queries * group_size). They come before its rows and do not
+  /// end it.
+  void accept_queries(Index kv_head, const QueryRows::Columns& queries) {
+    detail::require_state(open_head(kv_head).rows.queries_left(), "kv_head ", kv_head, " has had its queries");
+    Head& head = head_at(kv_head);
+    if (step_.phase == Phase::decode) {
+      head.rows.keep_queries(queries);
+    } else {
+      insert_new(kv_head);
+      observe_queries(kv_head, queries);
+      head.rows.queries_came();
+    }
+  }
   /// End a kv_head of which nothing is wanted. @return whether the step's last head ended
   bool done(Index kv_head) {
+    require_queries_came(open_head(kv_head), kv_head);
     detail::require_state(open_head(kv_head).rows.is_complete(), "done: the policy wants weights of kv_head ", kv_head, ": give them");
     if (step_.phase != Phase::decode) insert_new(kv_head);
     return end(head_at(kv_head));
@@ -191,16 +216,19 @@ class SlotPlanner {
   /// nothing, commit() tells the policy and closes the step.
   void choose_kept() {
     if (!compacts_) return;
-    const Protection p = hooks::protection(policy_, Phase::long_prompt);
+    layer_is_scored_ = false;
+    if (hooks::shares_budget(policy_)) share_budget();
     for (Index h = 0; h < shape_.kv_heads; ++h)
-      if (size(h) > budget_) choose_kept(h, p);
+      if (size(h) > head(h).next_budget) choose_kept(h);
   }
-  /// After choose_kept(): the slots an over-long prompt leaves, by ascending position; empty if all stay.
+  /// After choose_kept(): what a kv_head may keep from the step's end on.
+  Index next_budget(Index kv_head) const { return head(kv_head).next_budget; }
+  /// Likewise: the slots an over-long prompt leaves, by ascending position; empty if all stay.
   std::span<const Index> kept(Index kv_head) const { return head(kv_head).books.kept; }
   void commit() {
     for (Index h = 0; h < shape_.kv_heads; ++h) tell_policy(h);
-    for (Head& head : heads_) head.books.commit();  // does not throw; if the policy did, a prompt can still be abandoned
-    if (compacts_) scores_ = std::vector<float>();
+    for (Head& head : heads_) head.books.commit(), head.budget = head.next_budget;  // does not throw; if the policy did, a prompt can still be abandoned
+    if (compacts_) scores_.clear(), scores_.shrink_to_fit(), candidates_ = {};
     close();
   }
   /// Take the open step back: positions, queue, sequence and policy are as before plan().
@@ -214,7 +242,7 @@ class SlotPlanner {
   /// Forget the sequence; memory stays.
   void reset() {
     for (Head& head : heads_) head.books.positions.clear(), head.books.queue.clear(), head.books.queue_next = 0;
-    hooks::reset(policy_, shape_);
+    begin_sequence();
     sequence_ = {};
     close();
   }
@@ -233,7 +261,8 @@ class SlotPlanner {
   }
   Index policy_bytes() const { return hooks::bytes(policy_) + (saved_policy_ ? hooks::bytes(*saved_policy_) : 0); }
   Index scratch_bytes() const {
-    Index bytes = detail::heap_bytes(scores_) + detail::heap_bytes(newest_);
+    Index bytes = detail::heap_bytes(scores_) + detail::heap_bytes(newest_) + detail::heap_bytes(candidates_) + detail::heap_bytes(views_) + detail::heap_bytes(outs_);
+    for (const std::vector<float>& scores : scores_) bytes += detail::heap_bytes(scores);
     for (const Head& head : heads_) bytes += head.books.scratch_bytes() + head.rows.bytes();
     return bytes;
   }
@@ -242,6 +271,7 @@ class SlotPlanner {
   struct Head {
     detail::HeadBooks books;
     detail::RowIntake rows;
+    Index budget = 0, next_budget = 0;     // slots it may keep; from the step's end on
     bool inserted = false, ended = false;  // in the open step: the policy knows the new tokens; the head's call has come
     const void* keys = nullptr;
     const void* values = nullptr;
@@ -261,7 +291,7 @@ class SlotPlanner {
   }
   SlotsView slots_view(const Head& head, Phase phase) const {
     SlotsView slots;
-    slots.positions = head.books.positions, slots.phase = phase;
+    slots.positions = head.books.positions, slots.phase = phase, slots.rope = known_rope();
     slots.set_vectors(head.keys, head.values, shape_.head_dim, head.read);
     return slots;
   }
@@ -273,18 +303,18 @@ class SlotPlanner {
     return hooks::evicts(policy_, Phase::long_prompt) && (more || over_budget(num_tokens)) ? Phase::long_prompt : Phase::prompt;
   }
   bool over_budget(Index num_new) const {
-    return std::any_of(heads_.begin(), heads_.end(), [&](const Head& head) { return head.books.size() > budget_ - num_new; });
+    return std::any_of(heads_.begin(), heads_.end(), [&](const Head& head) { return head.books.size() > head.budget - num_new; });
   }
   bool fits_by_evicting(Index num_tokens) {
     if (!hooks::evicts(policy_, Phase::decode)) return true;
     const Protection p = hooks::protection(policy_, Phase::decode);
     const Index sinks = p.keep_prompt ? std::max(p.num_sinks, sequence_.first_prompt_end - sequence_.start) : p.num_sinks;
-    if (num_tokens <= budget_ - sinks - held_recents(p, num_tokens)) return true;  // whatever is held
     return std::all_of(heads_.begin(), heads_.end(), [&](const Head& head) {
+      if (num_tokens <= head.budget - sinks - held_recents(p, num_tokens)) return true;  // whatever is held
       const Index recent = newest_from(head.books, held_recents(p, num_tokens));
       const Index evictable = std::count_if(head.books.positions.begin(), head.books.positions.end(),
                                             [&](Index position) { return position < recent && !sequence_.is_sink(position, p); });
-      return num_tokens <= budget_ - head.books.size() + evictable;
+      return num_tokens <= head.budget - head.books.size() + evictable;
     });
   }
   void require_room_for_kept_prompt(const detail::Sequence& next) const {
@@ -301,37 +331,65 @@ class SlotPlanner {
   Index newest_from(const detail::HeadBooks& books, Index count) { return detail::newest_from(books.positions, count, sequence_.next_position, newest_); }
 
   // --- choices
-  void score(Index kv_head, Phase phase) {
-    const detail::HeadBooks& books = head(kv_head).books;
-    scores_.resize(books.positions.size());
-    hooks::score(policy_, kv_head, slots_view(head(kv_head), phase), std::span<float>(scores_));
-    const Index nan = detail::first_nan(scores_.data(), static_cast<Index>(scores_.size()));
-    detail::require_state(nan < 0, "score: the policy returned NaN for kv_head ", kv_head, ", position ", nan < 0 ? 0 : books.positions[static_cast<std::size_t>(nan)]);
+  /// (slots) The policy's scores of one kv_head. All are scored at once, when the first one is asked for since plan() or
+  /// choose_kept() began, where the policy looks at them together.
+  std::span<float> score(Index kv_head, Phase phase) {
+    const bool by_layer = hooks::scores_layer(policy_, phase), together = by_layer || (phase != Phase::decode && hooks::shares_budget(policy_));
+    const Index first = together ? 0 : kv_head, end = together ? shape_.kv_heads : kv_head + 1;
+    if (together && std::exchange(layer_is_scored_, true)) return scores_[static_cast<std::size_t>(kv_head)];
+    scores_.resize(std::max(scores_.size(), static_cast<std::size_t>(end - first)));
+    views_.clear(), outs_.clear();
+    for (Index h = first; h < end; ++h) {
+      std::vector<float>& scores = scores_[static_cast<std::size_t>(h - first)];
+      scores.resize(head(h).books.positions.size());
+      views_.push_back(slots_view(head(h), phase)), outs_.emplace_back(scores);
+      if (!by_layer) hooks::score(policy_, h, views_.back(), outs_.back());
+    }
+    if (by_layer) hooks::score_layer(policy_, std::span<const SlotsView>(views_), std::span<const std::span<float>>(outs_));
+    for (Index h = first; h < end; ++h) require_no_nan(h, outs_[static_cast<std::size_t>(h - first)]);
+    return outs_[static_cast<std::size_t>(kv_head - first)];
+  }
+  void require_no_nan(Index kv_head, std::span<const float> scores) const {
+    const Index nan = detail::first_nan(scores.data(), std::ssize(scores));
+    detail::require_state(nan < 0, "score: the policy returned NaN for kv_head ", kv_head, ", position ", nan < 0 ? 0 : positions(kv_head)[static_cast<std::size_t>(nan)]);
+  }
+  /// Scores once more, where the policy looks at the choice itself. @param num_gone  of the candidates
+  template <class Candidate>
+  void refine(Index kv_head, Phase phase, Index num_gone, Candidate is_candidate, std::span<float> scores) {
+    if (!hooks::refines(policy_, phase)) return;
+    candidates_.clear();
+    for (Index slot = 0; slot < std::ssize(scores); ++slot)
+      if (is_candidate(slot)) candidates_.push_back(slot);
+    const Choice choice{candidates_, std::max<Index>(std::ssize(candidates_) - num_gone, 0)};
+    hooks::refine(policy_, kv_head, slots_view(head(kv_head), phase), choice, scores);
+    require_no_nan(kv_head, scores);
   }
   /// Lowest score first; of equals the older position.
-  auto goes_before(const detail::HeadBooks& books) const {
-    return [this, &books](Index a, Index b) {
+  static auto goes_before(std::span<const float> scores, std::span<const Index> positions) {
+    return [=](Index a, Index b) {
       const auto i = static_cast<std::size_t>(a), j = static_cast<std::size_t>(b);
-      return scores_[i] != scores_[j] ? scores_[i] < scores_[j] : books.positions[i] < books.positions[j];
+      return scores[i] != scores[j] ? scores[i] < scores[j] : positions[i] < positions[j];
     };
   }
   void choose_victims(Index kv_head, const StepInfo& step) {
     detail::HeadBooks& books = head_at(kv_head).books;
     books.begin();
-    const Index needed = books.size() - (budget_ - step.num_queries);
+    const Index budget = head(kv_head).budget, needed = books.size() - (budget - step.num_queries);
     if (step.phase == Phase::decode && needed > 0 && hooks::evicts(policy_, Phase::decode)) {
-      const Eviction eviction = hooks::eviction(policy_, budget_);
+      const Eviction eviction = hooks::eviction(policy_, budget);
       if (!eviction.bulk) books.take_from_queue(needed);
       const Index missing = needed - static_cast<Index>(books.victims.size());
       if (missing > 0) {
-        score(kv_head, Phase::decode);
+        const std::span<float> scores = score(kv_head, Phase::decode);
         const Protection p = hooks::protection(policy_, Phase::decode);
         const Index recent = newest_from(books, held_recents(p, step.num_queries));
         const auto evictable = [&](Index slot) {
           const Index position = books.positions[static_cast<std::size_t>(slot)];
           return position < recent && !sequence_.is_sink(position, p) && std::find(books.victims.begin(), books.victims.end(), slot) == books.victims.end();
         };
-        detail::select_lowest(scores_, std::max(eviction.count, missing), evictable, goes_before(books), books.refill);
+        const Index count = std::max(eviction.count, missing);
+        refine(kv_head, Phase::decode, count, evictable, scores);
+        detail::select_lowest(scores, count, evictable, goes_before(scores, books.positions), books.refill);
         if (eviction.bulk) {
           books.victims.swap(books.refill);
           books.drop_in_bulk();
@@ -342,18 +400,49 @@ class SlotPlanner {
     }
     books.reserve_for(step.num_queries);
   }
-  /// What a compaction keeps: sinks, the newest positions, and of the rest the best.
-  void choose_kept(Index kv_head, const Protection& p) {
-    detail::HeadBooks& books = head_at(kv_head).books;
-    const Index recent = newest_from(books, std::max(p.recent_window - 1, p.observation_window));
-    const auto is_protected = [&](Index slot) {
+  /// Slot -> whether a compaction keeps it whatever its score: sinks and the newest positions.
+  auto protected_by_compaction(Index kv_head) {
+    const detail::HeadBooks& books = head(kv_head).books;
+    const Protection p = hooks::protection(policy_, Phase::long_prompt);
+    return [this, &books, p, recent = newest_from(books, std::max(p.recent_window - 1, p.observation_window))](Index slot) {
       const Index position = books.positions[static_cast<std::size_t>(slot)];
       return position >= recent || sequence_.is_sink(position, p);
     };
-    score(kv_head, Phase::long_prompt);
-    const auto goes = goes_before(books);
-    detail::select_kept(books.positions, budget_, is_protected, [&](Index a, Index b) { return goes(b, a); }, books.kept);
+  }
+  /// What a compaction keeps: what is protected, and of the rest the best.
+  void choose_kept(Index kv_head) {
+    detail::HeadBooks& books = head_at(kv_head).books;
+    const Index budget = head(kv_head).next_budget;
+    const auto is_protected = protected_by_compaction(kv_head);
+    const std::span<float> scores = score(kv_head, Phase::long_prompt);
+    refine(kv_head, Phase::long_prompt, books.size() - budget, [&](Index slot) { return !is_protected(slot); }, scores);
+    const auto goes = goes_before(scores, books.positions);
+    detail::select_kept(books.positions, budget, is_protected, [&](Index a, Index b) { return goes(b, a); }, books.kept);
     books.displaced.reserve(books.kept.size());  // for commit()
+  }
+  /// The policy shares the layer's places between kv_heads; each gets what decoding needs.
+  void share_budget() {
+    const Protection p = hooks::evicts(policy_, Phase::decode) ? hooks::protection(policy_, Phase::decode) : Protection{};
+    std::vector<std::vector<float>> candidates(heads_.size());
+    std::vector<Index> least, shares;
+    Index total = 0;
+    for (Index h = 0; h < shape_.kv_heads; ++h) {
+      const auto is_protected = protected_by_compaction(h);
+      const std::span<const float> scores = score(h, Phase::long_prompt);
+      std::vector<float>& of_head = candidates[static_cast<std::size_t>(h)];
+      for (Index slot = 0; slot < std::ssize(scores); ++slot)
+        if (!is_protected(slot)) of_head.push_back(scores[static_cast<std::size_t>(slot)]);
+      const Index num_protected = size(h) - std::ssize(of_head), places = std::min(budget_ - num_protected, std::ssize(of_head));
+      least.push_back(std::max<Index>(p.num_sinks + p.recent_window - num_protected, num_protected == 0));
+      shares.push_back(places), total += places;
+    }
+    const std::vector<std::span<const float>> views(candidates.begin(), candidates.end());
+    hooks::head_budgets(policy_, std::span<const std::span<const float>>(views), total, std::span<Index>(shares));
+    detail::raise_to_least(shares, least);
+    for (std::size_t h = 0; h < heads_.size(); ++h) {
+      const Index num_protected = heads_[h].books.size() - std::ssize(candidates[h]);
+      heads_[h].next_budget = shares[h] >= unlimited_budget ? unlimited_budget : num_protected + shares[h];
+    }
   }
 
   // --- the step's rows and end
@@ -378,6 +467,14 @@ class SlotPlanner {
     head.ended = true;
     return state_.end_head();
   }
+  void require_queries_came(const Head& head, Index kv_head) const {
+    detail::require_state(!head.rows.queries_left(), "the policy wants queries of kv_head ", kv_head, ": end it with on_queries, or with attend()");
+  }
+  void observe_queries(Index kv_head, const QueryRows::Columns& queries) {
+    const Index group = shape_.group_size();
+    hooks::observe_queries(policy_, kv_head, QueryRows{queries, group, sequence_.next_position - queries.cols() / group, step_, positions(kv_head), known_rope()});
+  }
+  const Rope* known_rope() const { return rope_.is_known() ? &rope_ : nullptr; }
   /// Tell the policy, once, which slots the new tokens are in.
   void insert_new(Index kv_head) {
     Head& head = head_at(kv_head);
@@ -389,8 +486,9 @@ class SlotPlanner {
     const std::span<const Index> order = head.books.order;
     if (!order.empty()) hooks::on_gather(policy_, kv_head, order.first(order.size() - head.books.victims.size()));
     insert_new(kv_head);
-    if (step_.phase == Phase::decode && wanted_rows_ > 0)
-      hooks::observe(policy_, kv_head, head.rows.kept(head.books.positions, wanted_rows_, step_));
+    if (step_.phase == Phase::decode && wants_.queries > 0) observe_queries(kv_head, head.rows.kept_queries(shape_.head_dim));
+    if (step_.phase == Phase::decode && wants_.rows > 0)
+      hooks::observe(policy_, kv_head, head.rows.kept(head.books.positions, wants_.rows, step_));
     if (!head.books.kept.empty()) hooks::on_gather(policy_, kv_head, std::span<const Index>(head.books.kept));
     if (step_.phase != Phase::decode && !sequence_.in_series) hooks::on_prompt_end(policy_, kv_head);
   }
@@ -399,18 +497,31 @@ class SlotPlanner {
     state_.close();
   }
 
+  void begin_sequence() {
+    hooks::reset(policy_, shape_);
+    for (Index h = 0; h < shape_.kv_heads; ++h) {
+      const Index budget = hooks::head_budget(policy_, h, budget_);
+      detail::check_head_budget(policy_, h, budget);
+      head_at(h).budget = head_at(h).next_budget = budget;
+    }
+  }
+
   Shape shape_;
   Index budget_;
   P policy_;
+  Rope rope_;
   std::vector<Head> heads_;
   detail::Sequence sequence_, before_;
   StepInfo step_;
-  Index wanted_rows_ = 0;
-  bool wants_sums_ = false, compacts_ = false;
+  detail::Wants wants_;
+  bool compacts_ = false;
   detail::StepState state_;
   std::optional<P> saved_policy_;  // of a prompt, to take it back
-  std::vector<float> scores_;      // scratch: (slots)
-  std::vector<Index> newest_;      // scratch: (slots)
+  std::vector<std::vector<float>> scores_;  // scratch: (slots) of one kv_head, or of each if the policy scores them together
+  bool layer_is_scored_ = false;            // likewise: they hold this step's
+  std::vector<SlotsView> views_;            // scratch: (kv_heads)
+  std::vector<std::span<float>> outs_;      // scratch: (kv_heads)
+  std::vector<Index> newest_, candidates_;  // scratch: (slots)
 };
 
 }  // namespace kvsnip

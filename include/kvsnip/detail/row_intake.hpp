@@ -1,5 +1,5 @@
-// The attention rows of one kv_head on their way to the policy: averaged over the query group, and in decode
-// kept aside until the step can no longer be taken back.
+// What a step's attention yields of one kv_head on its way to the policy: rows averaged over the query group, queries; in
+// decode kept aside until the step can no longer be taken back.
 #pragma once
 
 #include <vector>
@@ -48,16 +48,28 @@ inline Eigen::MatrixXf mean_over_group(const AttentionRows::Weights& weights, In
   return mean;
 }
 
+/// What a policy wants of every kv_head of a step.
+struct Wants {
+  Index rows = 0, queries = 0;  ///< of the last so many queries
+  bool column_sums = false;
+  friend bool operator==(const Wants&, const Wants&) = default;
+};
+
 class RowIntake {
  public:
-  void begin(Index wanted_rows, bool column_sums) { left_ = wanted_rows, sums_left_ = column_sums; }
+  void begin(const Wants& wants) { left_ = wants.rows, queries_left_ = wants.queries > 0, sums_left_ = wants.column_sums; }
   /// Rows still to come.
   Index left() const { return left_; }
   /// The column sums have not come yet.
   bool sums_left() const { return sums_left_; }
   void sums_came() { sums_left_ = false; }
-  bool is_untouched(Index wanted_rows, bool column_sums) const { return left_ == wanted_rows && sums_left_ == column_sums; }
-  bool is_complete() const { return left_ == 0 && !sums_left_; }
+  /// The queries themselves have not come yet.
+  bool queries_left() const { return queries_left_; }
+  void queries_came() { queries_left_ = false; }
+  bool is_untouched(const Wants& wants) const {
+    return left_ == wants.rows && sums_left_ == wants.column_sums && queries_left_ == (wants.queries > 0);
+  }
+  bool is_complete() const { return left_ == 0 && !sums_left_ && !queries_left_; }
   void skip(Index queries) { left_ -= queries; }
 
   /// Keep the next piece of `wanted` rows.
@@ -80,13 +92,21 @@ class RowIntake {
             {per_query_head_.data(), slots, columns, Eigen::OuterStride<>(slots)},
             step.last_position() - wanted + 1, step, positions};
   }
-  Index bytes() const { return heap_bytes(mean_) + heap_bytes(per_query_head_); }
+  void keep_queries(const QueryRows::Columns& queries) {
+    queries_.assign(queries.data(), queries.data() + queries.size());
+    queries_left_ = false;
+  }
+  QueryRows::Columns kept_queries(Index head_dim) const {
+    return QueryRows::Columns(queries_.data(), head_dim, static_cast<Index>(queries_.size()) / head_dim);
+  }
+  Index bytes() const { return heap_bytes(mean_) + heap_bytes(per_query_head_) + heap_bytes(queries_); }
 
  private:
   std::vector<float> mean_;            // (slots, wanted)
   std::vector<float> per_query_head_;  // (slots, wanted * group_size) or empty
+  std::vector<float> queries_;         // (head_dim, wanted * group_size)
   Index left_ = 0;
-  bool sums_left_ = false;
+  bool sums_left_ = false, queries_left_ = false;
 };
 
 }  // namespace kvsnip::detail

@@ -64,6 +64,20 @@ void select_kept(std::span<const Index> positions, Index budget, Protected is_pr
   std::sort(kept.begin(), kept.end(), [&](Index a, Index b) { return positions[static_cast<std::size_t>(a)] < positions[static_cast<std::size_t>(b)]; });
 }
 
+/// Shares that are below their least are raised to it; the largest ones pay, one place each in turn, if they can.
+inline void raise_to_least(std::span<Index> shares, std::span<const Index> least) {
+  Index owed = 0;
+  for (std::size_t i = 0; i < shares.size(); ++i)
+    if (shares[i] < least[i]) owed += least[i] - shares[i], shares[i] = least[i];
+  for (; owed > 0; --owed) {
+    std::size_t largest = shares.size();
+    for (std::size_t i = 0; i < shares.size(); ++i)
+      if (shares[i] > least[i] && (largest == shares.size() || shares[i] > shares[largest])) largest = i;
+    if (largest == shares.size()) return;
+    --shares[largest];
+  }
+}
+
 /// The position from which on the `count` newest slots are. @param scratch  any
 inline Index newest_from(std::span<const Index> positions, Index count, Index next_position, std::vector<Index>& scratch) {
   if (count <= 0) return std::numeric_limits<Index>::max();

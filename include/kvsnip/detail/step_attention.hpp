@@ -129,10 +129,24 @@ void attend_tokens(Step& step, const Q& q, Out& out, ParallelFor& parallel_for, 
   }
 }
 
+/// The queries that the policy wants, head by head.
+template <class Step, class Q, class ParallelFor>
+void hand_over_queries(Step& step, const Q& q, ParallelFor& parallel_for) {
+  const Index wanted = step.wanted_queries(), dim = step.shape().head_dim, group = step.shape().group_size();
+  if (wanted == 0) return;
+  parallel_for(step.shape().kv_heads, [&](Index h) {
+    Eigen::MatrixXf queries(dim, wanted * group);
+    for (Index j = 0; j < wanted; ++j)
+      queries.middleCols(j * group, group) = Eigen::Map<const Eigen::MatrixXf>(q.col(q.cols() - wanted + j).data() + h * group * dim, dim, group);
+    step.accept_queries(h, queries.data(), wanted);
+  });
+}
+
 /// @param end_heads  tell the policy; false leaves the step as it is, so that the kernels alone can be measured
 template <class Step, class Q, class Out, class ParallelFor>
 void attend_step(Step step, const Q& q, Out& out, ParallelFor& parallel_for, bool end_heads = true) {
   const bool wants_nothing = step.wanted_rows() == 0 && !step.wants_column_sums();
+  if (end_heads) hand_over_queries(step, q, parallel_for);
   if (is_prefill(step)) attend_prompt(step, q, out, parallel_for, end_heads);
   else attend_tokens(step, q, out, parallel_for, end_heads);
   for (Index h = 0; end_heads && wants_nothing && h < step.shape().kv_heads; ++h) step.done(h);

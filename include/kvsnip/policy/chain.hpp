@@ -7,13 +7,14 @@
 #include <utility>
 
 #include "kvsnip/detail/require.hpp"
+#include "kvsnip/hooks.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip {
 
 /// P's protection holds when a prompt is compacted (and D's keep_prompt), D's afterwards.
 template <Policy P, Policy D>
-  requires ScoresSlots<P>
+  requires(ScoresSlots<P> || ScoresLayers<P>)
 class Chain {
  public:
   explicit Chain(P prompt = P{}, D decode = D{}) : prompt_(std::move(prompt)), decode_(std::move(decode)) {
@@ -37,6 +38,24 @@ class Chain {
     if (slots.phase == Phase::decode) hooks::score(decode_, kv_head, slots, out);
     else hooks::score(prompt_, kv_head, slots, out);
   }
+  bool scores_layer(Phase phase) const {
+    return phase == Phase::decode ? hooks::scores_layer(decode_, phase) : hooks::scores_layer(prompt_, phase);
+  }
+  void score_layer(std::span<const SlotsView> heads, std::span<const std::span<float>> out) {
+    if (heads.front().phase == Phase::decode) hooks::score_layer(decode_, heads, out);
+    else hooks::score_layer(prompt_, heads, out);
+  }
+  bool refines(Phase phase) const { return phase == Phase::decode ? hooks::refines(decode_, phase) : hooks::refines(prompt_, phase); }
+  void refine(Index kv_head, const SlotsView& slots, const Choice& choice, std::span<float> scores) {
+    if (slots.phase == Phase::decode) hooks::refine(decode_, kv_head, slots, choice, scores);
+    else hooks::refine(prompt_, kv_head, slots, choice, scores);
+  }
+  bool shares_budget() const { return hooks::shares_budget(prompt_); }
+  void head_budgets(std::span<const std::span<const float>> scores, Index total, std::span<Index> out) {
+    hooks::head_budgets(prompt_, scores, total, out);
+  }
+  Index head_budget(Index kv_head, Index budget) const { return hooks::head_budget(prompt_, kv_head, budget); }
+  bool needs_rope() const { return hooks::needs_rope(prompt_) || hooks::needs_rope(decode_); }
 
   Index wanted_rows(const StepInfo& step) const { return std::max(prompt_rows(step), hooks::wanted_rows(decode_, step)); }
   bool wants_query_heads() const { return hooks::wants_query_heads(prompt_) || hooks::wants_query_heads(decode_); }
@@ -49,6 +68,12 @@ class Chain {
     };
     if (const AttentionRows p = share(prompt_rows(step)); p.num_queries() > 0) hooks::observe(prompt_, kv_head, p);
     if (const AttentionRows d = share(hooks::wanted_rows(decode_, step)); d.num_queries() > 0) hooks::observe(decode_, kv_head, d);
+  }
+  Index wanted_queries(const StepInfo& step) const { return std::max(prompt_queries(step), hooks::wanted_queries(decode_, step)); }
+  void observe_queries(Index kv_head, const QueryRows& queries) {
+    const auto share = [&](Index wanted) { return queries.without_first(queries.num_queries() - std::min(wanted, queries.num_queries())); };
+    if (const QueryRows p = share(prompt_queries(queries.step)); p.num_queries() > 0) hooks::observe_queries(prompt_, kv_head, p);
+    if (const QueryRows d = share(hooks::wanted_queries(decode_, queries.step)); d.num_queries() > 0) hooks::observe_queries(decode_, kv_head, d);
   }
   bool wants_column_sums(const StepInfo& step) const {
     return hooks::wants_column_sums(prompt_, step) || hooks::wants_column_sums(decode_, step);
@@ -81,6 +106,7 @@ class Chain {
 
  private:
   /// P learns from prompts alone.
+  Index prompt_queries(const StepInfo& step) const { return step.phase == Phase::decode ? 0 : hooks::wanted_queries(prompt_, step); }
   Index prompt_rows(const StepInfo& step) const { return step.phase == Phase::decode ? 0 : hooks::wanted_rows(prompt_, step); }
 
   P prompt_;
