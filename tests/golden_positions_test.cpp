@@ -18,10 +18,6 @@ KeepItOdd keep_it_odd(const GoldenCase& golden) {
                     .recent_window = golden.integer("recent_window") + 1,
                     .refill_interval = 1}};
 }
-/// Keys of zeros, for policies that look at positions alone.
-Array<float> no_keys(Index kv_heads, Index tokens) {
-  return {{kv_heads, tokens, 1}, std::vector<float>(static_cast<std::size_t>(kv_heads * tokens))};
-}
 void check_decode_keep_it_odd(const GoldenCase& golden, Findings& findings) {
   const Index tokens = golden.integer("prompt_length") + golden.integer("decode_steps");
   check_decode(golden, keep_it_odd(golden), no_keys(golden.integer("n_kv_heads"), tokens),

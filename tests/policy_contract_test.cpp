@@ -78,14 +78,14 @@ void check_held(const Layer& layer, const Promise& promise, Index kv_head, const
   const bool evicts = phase == Phase::decode && promise.evicts_decode;
   REQUIRE(std::adjacent_find(held.begin(), held.end()) == held.end());
   REQUIRE(within(held, all));
-  if (std::ssize(all) <= layer.budget() || !(compacts || evicts)) {
+  if (std::ssize(all) <= layer.budget(kv_head) || !(compacts || evicts)) {
     REQUIRE(held == all);
   } else if (evicts) {
-    if (promise.drops_in_bulk) REQUIRE(std::ssize(held) <= layer.budget());
-    else REQUIRE(std::ssize(held) == layer.budget());
+    if (promise.drops_in_bulk) REQUIRE(std::ssize(held) <= layer.budget(kv_head));
+    else REQUIRE(std::ssize(held) == layer.budget(kv_head));
     REQUIRE(within(protected_of(all, promise.decode_sinks, std::max(promise.recent_window, update.count)), held));
   } else {
-    REQUIRE(std::ssize(held) == layer.budget());
+    REQUIRE(std::ssize(held) == layer.budget(kv_head));
     REQUIRE(within(protected_of(all, promise.prompt_sinks, promise.kept_of_prompt), held));
     REQUIRE(slots == held);  // in order
   }

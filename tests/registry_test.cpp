@@ -39,6 +39,8 @@ TEST_CASE("A policy's text makes the same policy again") {
   for (const char* spec : {"full", "streaming_llm", "streaming_llm(num_sinks=0)", "scissorhands(history_window=32, mode=count)",
                            "key_norm(refill_interval=1)", "random(seed=-3)", "cur(leverage=value, local_window=0)", "lag_kv(cross_scoring=true)",
                            "finch(normalize=false)+keep_it_odd", "key_diff(num_sinks=4, recent_window=0)",
+                           "ada_kv(snapkv)", "ada_kv(snapkv(observation_window=16), floor=0.35, safeguard=least)+scissorhands(drop=3)",
+                           "chunk_kv(ada_kv(key_norm(num_sinks=2), floor=0), chunk_length=7)",
                            "snapkv(pooling=max, pool_over=row, count_padding=false, group=max)+scissorhands(drop=3)"}) {
     CAPTURE(spec);
     CHECK(to_string(make_policy(spec)) == spec);
@@ -65,6 +67,21 @@ TEST_CASE("Bad values and bad syntax are refused") {
   CHECK(contains(error_of("snapkv(kernel_size=3)x"), "without ')'"));
   CHECK(contains(error_of("snapkv+"), "unknown policy ''"));
   CHECK(contains(error_of("full+scissorhands"), "must compress prompts"));
+}
+
+TEST_CASE("A decorator's first argument is what it decorates, a chain too") {
+  const AnyPolicy policy = make_policy("ada_kv( snapkv(observation_window=16, kernel_size=3) + scissorhands , floor=0.5)");
+  const auto* ada = policy.as<AdaKV<AnyPolicy>>();
+  REQUIRE(ada != nullptr);
+  CHECK(ada->options().floor == 0.5);
+  REQUIRE(ada->inner().as<Chain<AnyPolicy, AnyPolicy>>() != nullptr);
+  CHECK(ada->inner().as<Chain<AnyPolicy, AnyPolicy>>()->prompt().as<SnapKV>()->options().kernel_size == 3);
+  CHECK(contains(error_of("ada_kv"), "ada_kv needs a policy to decorate"));
+  CHECK(contains(error_of("ada_kv(floor=0.5)"), "unknown policy 'floor=0.5'"));
+  CHECK(contains(error_of("ada_kv(snapkv, flor=0.5)"), "did you mean 'floor'"));
+  CHECK(contains(error_of("ada_kv(snapkv, floor=half)"), "floor must be a number, got 'half'"));
+  CHECK(contains(error_of("ada_kv(snapkv, floor=2)"), "floor must be in [0, 1]"));
+  CHECK(contains(error_of("ada_kv(snapkv(kernel_size=3)"), "without ')'"));
 }
 
 TEST_CASE("A policy chosen at run time keeps what the template keeps") {

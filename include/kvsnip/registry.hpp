@@ -1,12 +1,16 @@
 // Policies chosen at run time: AnyPolicy, make_policy("snapkv(observation_window=16)+scissorhands"), make_cache. Opt-in:
 // the umbrella header does not include this.
 //
-// A spec is NAME or NAME(OPTION=VALUE, ...); PROMPT+DECODE is Chain. Names are the policies' and their options' fields'.
+// A spec is NAME or NAME(OPTION=VALUE, ...); a decorator's first argument is the spec of what it decorates; PROMPT+DECODE is
+// Chain. Names are the policies' and their options' fields': "ada_kv(snapkv(observation_window=16), floor=0.3)+scissorhands".
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <charconv>
+#include <concepts>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -18,7 +22,9 @@
 #include "kvsnip/kv_cache.hpp"
 #include "kvsnip/hooks.hpp"
 #include "kvsnip/policy.hpp"
+#include "kvsnip/policy/ada_kv.hpp"
 #include "kvsnip/policy/chain.hpp"
+#include "kvsnip/policy/chunk_kv.hpp"
 #include "kvsnip/policy/cur.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
@@ -42,6 +48,10 @@ using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.
 inline std::string to_string(const AnyPolicy& policy);
+
+/// The policy that a spec describes, for example "snapkv(observation_window=16)+scissorhands".
+/// @throws std::invalid_argument  an unknown word (naming the known ones and the nearest), a bad value
+inline AnyPolicy make_policy(std::string_view spec);
 
 namespace detail {
 template <class P>
@@ -167,6 +177,9 @@ static_assert(Policy<AnyPolicy> && ScoresSlots<AnyPolicy> && ObservesAttention<A
 
 inline std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
 
+/// Every decorator that a spec can name, around any policy.
+using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>>;
+
 namespace detail {
 
 /// The known word that takes the fewest edits, for "did you mean".
@@ -205,7 +218,8 @@ Value parse_value(std::string_view option, std::string_view text) {
   } else {
     Value value{};
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    require(error == std::errc{} && end == text.data() + text.size(), "make_policy: ", option, " must be a whole number, got '", text, "'");
+    require(error == std::errc{} && end == text.data() + text.size(), "make_policy: ", option,
+            std::floating_point<Value> ? " must be a number, got '" : " must be a whole number, got '", text, "'");
     return value;
   }
 }
@@ -213,7 +227,10 @@ template <class Value>
 std::string value_to_string(const Value& value) {
   if constexpr (std::is_enum_v<Value>) return std::string(enum_names(value)[static_cast<std::size_t>(value)]);
   else if constexpr (std::same_as<Value, bool>) return value ? "true" : "false";
-  else return std::to_string(value);
+  else if constexpr (std::floating_point<Value>) {
+    std::array<char, 32> text;  // the shortest that reads back as the same number
+    return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+  } else return std::to_string(value);
 }
 
 inline std::string_view trim(std::string_view text) {
@@ -221,9 +238,18 @@ inline std::string_view trim(std::string_view text) {
   while (!text.empty() && text.back() == ' ') text.remove_suffix(1);
   return text;
 }
+/// Where the first `separator` is that no parenthesis holds; the end, if there is none.
+inline std::size_t find_outside(std::string_view text, char separator) {
+  Index depth = 0;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == separator && depth == 0) return i;
+    depth += (text[i] == '(') - (text[i] == ')');
+  }
+  return text.size();
+}
 /// The text up to the next `separator` (or all of it), taken off `rest`.
 inline std::string_view take_until(std::string_view& rest, char separator) {
-  const std::size_t end = std::min(rest.find(separator), rest.size());
+  const std::size_t end = find_outside(rest, separator);
   const std::string_view first = rest.substr(0, end);
   rest.remove_prefix(std::min(end + 1, rest.size()));
   return trim(first);
@@ -246,24 +272,37 @@ Options parse_options(std::string_view text) {
   return options;
 }
 template <class P>
-AnyPolicy parse_policy(std::string_view options) {
-  if constexpr (requires { typename P::Options; }) return AnyPolicy(P(parse_options<typename P::Options>(options)));
-  else if (options.empty()) return AnyPolicy(P{});
-  else unknown_word("option", take_until(options, '='), {});
+AnyPolicy parse_policy(std::string_view arguments) {
+  if constexpr (requires(const P& policy) { policy.inner(); }) {
+    require(!arguments.empty(), "make_policy: ", P::name, " needs a policy to decorate: ", P::name, "(snapkv)");
+    AnyPolicy inner = make_policy(take_until(arguments, ','));
+    return AnyPolicy(P(std::move(inner), parse_options<typename P::Options>(arguments)));
+  } else if constexpr (requires { typename P::Options; }) {
+    return AnyPolicy(P(parse_options<typename P::Options>(arguments)));
+  } else {
+    if (!arguments.empty()) unknown_word("option", take_until(arguments, '='), {});
+    return AnyPolicy(P{});
+  }
+}
+/// visit(a null P*) for each registered P, decorators last.
+template <class Visit>
+void for_each_registered(Visit visit) {
+  const auto each = [&]<class... P>(const std::tuple<P...>*) { (visit(static_cast<const P*>(nullptr)), ...); };
+  each(static_cast<const RegisteredPolicies*>(nullptr));
+  each(static_cast<const RegisteredDecorators*>(nullptr));
 }
 inline AnyPolicy parse_one(std::string_view spec) {
   const std::string_view whole = spec;
   const std::string_view name = take_until(spec, '(');
-  const bool has_options = name.size() < trim(whole).size();
-  require(!has_options || (spec.size() >= 1 && trim(spec).ends_with(')')), "make_policy: '(' without ')' at the end of '", whole, "'");
-  const std::string_view options = has_options ? trim(trim(spec).substr(0, trim(spec).size() - 1)) : std::string_view{};
+  const bool has_arguments = name.size() < trim(whole).size();
+  require(!has_arguments || (spec.size() >= 1 && trim(spec).ends_with(')')), "make_policy: '(' without ')' at the end of '", whole, "'");
+  const std::string_view arguments = has_arguments ? trim(trim(spec).substr(0, trim(spec).size() - 1)) : std::string_view{};
   std::vector<std::string_view> known;
-  std::unique_ptr<AnyPolicy> made;
-  const auto attempt = [&]<class P>(const P*) {
+  std::optional<AnyPolicy> made;
+  for_each_registered([&]<class P>(const P*) {
     known.push_back(P::name);
-    if (P::name == name) made = std::make_unique<AnyPolicy>(parse_policy<P>(options));
-  };
-  [&]<class... P>(const std::tuple<P...>*) { (attempt(static_cast<const P*>(nullptr)), ...); }(static_cast<const RegisteredPolicies*>(nullptr));
+    if (P::name == name) made = parse_policy<P>(arguments);
+  });
   if (!made) unknown_word("policy", name, known);
   return *made;
 }
@@ -283,6 +322,7 @@ std::string spec_of(const P& policy) {
       if (const std::string text = value_to_string(value); text != defaults[i++])
         list.append(list.empty() ? "" : ", ").append(field).append("=").append(text);
     });
+    if constexpr (requires { policy.inner(); }) list.insert(0, spec_of(policy.inner()) + (list.empty() ? "" : ", "));
     return std::string(P::name) + (list.empty() ? "" : "(" + list + ")");
   } else if constexpr (requires { P::name; }) {
     return std::string(P::name);
@@ -293,12 +333,10 @@ std::string spec_of(const P& policy) {
 
 }  // namespace detail
 
-/// The policy that a spec describes, for example "snapkv(observation_window=16)+scissorhands".
-/// @throws std::invalid_argument  an unknown word (naming the known ones and the nearest), a bad value
 inline AnyPolicy make_policy(std::string_view spec) {
-  const std::size_t plus = spec.find('+');
-  if (plus == std::string_view::npos) return detail::parse_one(detail::trim(spec));
-  return AnyPolicy(Chain<AnyPolicy, AnyPolicy>(detail::parse_one(detail::trim(spec.substr(0, plus))), make_policy(spec.substr(plus + 1))));
+  const std::string_view first = spec.substr(0, detail::find_outside(spec, '+'));
+  if (first.size() == spec.size()) return detail::parse_one(detail::trim(spec));
+  return AnyPolicy(Chain<AnyPolicy, AnyPolicy>(detail::parse_one(detail::trim(first)), make_policy(spec.substr(first.size() + 1))));
 }
 
 /// A cache whose policy is chosen by name.

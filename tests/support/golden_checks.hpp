@@ -189,6 +189,11 @@ void check_press(const GoldenCase& golden, const P& policy, Index first, Index e
   check_scores(cache, golden.tensor<float>("out_scores"), first, end, 1.0, findings);
 }
 
+/// Keys of zeros, for policies that look at positions alone.
+inline Array<float> no_keys(Index kv_heads, Index tokens) {
+  return {{kv_heads, tokens, 1}, std::vector<float>(static_cast<std::size_t>(kv_heads * tokens))};
+}
+
 /// cold-compress' decode cache: our scores of what may go are the reference's (plus `shift`), and so are the victims.
 /// @param keys   [kv_heads, tokens, dim]
 /// @param shift  of all heads' scores at a step, which they are the same by

@@ -51,6 +51,7 @@ class Layer {
 
   virtual const Shape& shape() const = 0;
   virtual Index budget() const = 0;
+  virtual Index budget(Index kv_head) const = 0;
   virtual Index tokens_seen() const = 0;
   virtual Index size(Index kv_head) const = 0;
   virtual Index capacity(Index kv_head) const = 0;

@@ -48,6 +48,7 @@ class LayerOf final : public Layer {
 
   const Shape& shape() const override { return cache_.shape(); }
   Index budget() const override { return cache_.budget(); }
+  Index budget(Index kv_head) const override { return cache_.budget(kv_head); }
   Index tokens_seen() const override { return cache_.tokens_seen(); }
   Index size(Index kv_head) const override { return cache_.size(kv_head); }
   Index capacity(Index kv_head) const override { return cache_.capacity(kv_head); }
@@ -155,6 +156,8 @@ std::vector<PolicyCase> list_policies() {
     add(random, keeps_recents_by_head);
     add(keep_it_odd, keeps_recents);
     add(Chain{snapkv, fraction}, window_then_recents);
+    add(Chain{AdaKV<SnapKV>(snapkv), fraction}, window_then_recents);
+    add(ChunkKV<KeyNorm>(key_norm, {.chunk_length = 3}), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .heads_alike = false});
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
   return policies;

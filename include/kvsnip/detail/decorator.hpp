@@ -49,6 +49,12 @@ class Decorator {
  protected:
   explicit Decorator(P inner) : inner_(std::move(inner)) {}
 
+  /// The inner policy's scores of all kv_heads, whichever way it gives them.
+  void score_inner(std::span<const SlotsView> heads, std::span<const std::span<float>> out) {
+    if (hooks::scores_layer(inner_, heads.front().phase)) return hooks::score_layer(inner_, heads, out);
+    for (std::size_t h = 0; h < heads.size(); ++h) hooks::score(inner_, static_cast<Index>(h), heads[h], out[h]);
+  }
+
   P inner_;
 };
 
