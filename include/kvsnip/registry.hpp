@@ -32,6 +32,7 @@
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/lag_kv.hpp"
+#include "kvsnip/policy/periodic.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
 #include "kvsnip/policy/snapkv.hpp"
@@ -178,7 +179,7 @@ static_assert(Policy<AnyPolicy> && ScoresSlots<AnyPolicy> && ObservesAttention<A
 inline std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
 
 /// Every decorator that a spec can name, around any policy.
-using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>>;
+using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, Periodic<AnyPolicy>>;
 
 namespace detail {
 
