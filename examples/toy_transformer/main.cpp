@@ -5,16 +5,20 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <fstream>
 #include <kvsnip/fmt.hpp>
 #include <kvsnip/kvsnip.hpp>
 #include <kvsnip/registry.hpp>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "../report/recorder.hpp"
+#include "../report/report.hpp"
 #include "checkpoint.hpp"
 #include "generate.hpp"
 #include "held_strip.hpp"
@@ -71,8 +75,22 @@ void print_held_positions(const toy::Transformer<T>& model) {
 }
 
 template <class T>
+void write_report(toy::Recorder<T>& recorder, const toy::Transformer<T>& model, const toy::Options& options) {
+  const kvsnip::Bytes bytes = model.bytes();
+  recorder.add_fact("the cache", cache_summary(model, options));
+  recorder.add_fact("keys and values", fmt::format("{}, {} in a full cache", kvsnip::human_bytes(bytes.keys + bytes.values), kvsnip::human_bytes(model.full_cache_bytes())));
+  std::ofstream out(options.report, std::ios::binary);
+  toy::write_report(out, &recorder.recording());
+  if (!out.flush()) throw std::runtime_error(options.report + ": cannot be written");
+  if (!options.quiet) fmt::print("pictures         {}\n", options.report);
+}
+
+template <class T>
 void generate(toy::Transformer<T>& model, const toy::Tokenizer& tokenizer, const toy::Options& options) {
+  if (!options.report.empty() && !std::ofstream(options.report, std::ios::app)) throw toy::UsageError(options.report + ": cannot be written");  // before the run
   announce(options);
+  std::optional<toy::Recorder<T>> recorder;
+  if (!options.report.empty()) recorder.emplace(model).add_text("<s>");
   toy::Sampler sampler(options.temperature.value_or(0), options.seed);
   toy::Printable printable;
   const auto print = [](const std::string& text) {
@@ -82,11 +100,15 @@ void generate(toy::Transformer<T>& model, const toy::Tokenizer& tokenizer, const
   const toy::GenerateTimes times = toy::generate(
       model, sampler, tokenizer.encode(options.prompt.value_or("")),
       {.steps = options.steps, .ignore_eos = options.ignore_eos},
-      [&](toy::Token previous, toy::Token token) { print(printable.push(tokenizer.decode(previous, token))); });
+      [&](toy::Token previous, toy::Token token) {
+        const std::string text = tokenizer.decode(previous, token);
+        if (recorder) recorder->add_text(text);
+        print(printable.push(text));
+      });
   print(printable.finish() + "\n");
-  if (options.quiet) return;
-  print_statistics(model, times, options);
-  if (options.show) print_held_positions(model);
+  if (!options.quiet) print_statistics(model, times, options);
+  if (!options.quiet && options.show) print_held_positions(model);
+  if (recorder) write_report(*recorder, model, options);
 }
 
 template <class T>

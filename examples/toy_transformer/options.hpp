@@ -32,6 +32,7 @@ struct Options {
   Index budget = 64;
   std::string type = "float";         ///< or half, bfloat16: what keys and values are stored as
   std::string nll;                    ///< a text to score instead of generating
+  std::string report;                 ///< a page of pictures to write
   bool show = false, quiet = false, ignore_eos = false, help = false;
 };
 
@@ -50,6 +51,7 @@ inline constexpr std::string_view usage =
   --budget N          slots each kv_head of each layer may keep (64)
   --type T            what keys and values are stored as: float, half, bfloat16 (float)
   --show              draw which positions each kv_head still holds
+  --report FILE.html  write a page of pictures: what each head keeps as the text grows, and what it attends to
   --quiet             print the text alone
   --nll FILE          instead of generating, the mean negative log-likelihood of a text, token by token; documents end
                       at lines <|endoftext|>, each is cut at the length the model was trained on
@@ -119,6 +121,7 @@ inline Options parse_options(std::span<const char* const> arguments) {
     else if (flag == "--prompt") options.prompt = value();
     else if (flag == "--policy") options.policy = value();
     else if (flag == "--nll") options.nll = value();
+    else if (flag == "--report") options.report = value();
     else if (flag == "--steps") options.steps = detail::parse_integer<Index>(flag, value(), 1, most);
     else if (flag == "--budget") options.budget = detail::parse_integer<Index>(flag, value(), 1, most);
     else if (flag == "--seed")
@@ -128,6 +131,7 @@ inline Options parse_options(std::span<const char* const> arguments) {
     else throw UsageError("unknown argument " + detail::quoted(argument) + ", see --help");
   }
   if (options.model.empty() != options.tokenizer.empty()) throw UsageError("--model and --tokenizer go together");
+  if (!options.nll.empty() && !options.report.empty()) throw UsageError("--report goes with a text that is generated, not with --nll");
   return options;
 }
 

@@ -78,6 +78,16 @@ class Transformer {
  public:
   using Cache = kvsnip::KVCache<T, kvsnip::AnyPolicy>;
 
+  /// Sees the model at work, for pictures and measurements.
+  struct Watcher {
+    virtual ~Watcher() = default;
+    /// A layer's cache has taken the tokens in, and attends next.
+    /// @param q  (query_heads * head_dim, tokens), after RoPE
+    virtual void before_attention(Index layer, const typename Cache::Step& step, const Eigen::MatrixXf& q) = 0;
+    /// All layers have, and evicted what they had to.
+    virtual void after_forward() = 0;
+  };
+
   /// @param policy  each layer has its own copy
   /// @param budget  slots a kv_head of a layer may keep
   Transformer(std::shared_ptr<const Weights> weights, const kvsnip::AnyPolicy& policy, Index budget)
@@ -96,10 +106,11 @@ class Transformer {
     embed(tokens);
     const detail::Rope rope(config().head_dim(), tokens_seen_, x_.cols());
     for (std::size_t i = 0; i < caches_.size(); ++i) {
-      attention(weights_->layers[i], caches_[i], rope, options.more);
+      attention(i, rope, options.more);
       feed_forward(weights_->layers[i]);
     }
     tokens_seen_ += x_.cols();
+    if (watcher_ != nullptr) watcher_->after_forward();
 
     if (!options.all_logits && x_.cols() > 1) x_ = x_.rightCols(1).eval();
     detail::rms_norm(x_, weights_->rms_final, normed_);
@@ -107,6 +118,9 @@ class Transformer {
     return logits_;
   }
   const Eigen::MatrixXf& forward(Token token) { return forward(std::span<const Token>(&token, 1)); }
+
+  /// @param watcher  not owned; null for none
+  void watch(Watcher* watcher) { watcher_ = watcher; }
 
   /// A new sequence: the caches are as after construction.
   void reset() {
@@ -146,7 +160,8 @@ class Transformer {
     }
   }
 
-  void attention(const Layer& layer, Cache& cache, const detail::Rope& rope, bool more) {
+  void attention(std::size_t index, const detail::Rope& rope, bool more) {
+    const Layer& layer = weights_->layers[index];
     detail::rms_norm(x_, layer.rms_attention, normed_);
     q_.noalias() = layer.wq * normed_;
     k_.noalias() = layer.wk * normed_;
@@ -154,7 +169,8 @@ class Transformer {
     rope.rotate(q_);
     rope.rotate(k_);
 
-    typename Cache::Step step = cache.update(k_, v_, {.more = more, .first_position = tokens_seen_});
+    typename Cache::Step step = caches_[index].update(k_, v_, {.more = more, .first_position = tokens_seen_});
+    if (watcher_ != nullptr) watcher_->before_attention(static_cast<Index>(index), step, q_);
     attended_.resize(q_.rows(), q_.cols());
     kvsnip::attend(step, q_, attended_);
     x_.noalias() += layer.wo * attended_;
@@ -171,6 +187,7 @@ class Transformer {
   std::shared_ptr<const Weights> weights_;
   std::vector<Cache> caches_;  ///< (num_layers)
   Index tokens_seen_ = 0;
+  Watcher* watcher_ = nullptr;
 
   Eigen::MatrixXf x_;             ///< (dim, tokens) the residual stream
   Eigen::MatrixXf normed_;        ///< (dim, tokens)
