@@ -32,6 +32,7 @@
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/lag_kv.hpp"
+#include "kvsnip/policy/merging.hpp"
 #include "kvsnip/policy/periodic.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
@@ -95,6 +96,8 @@ class AnyPolicy {
   void observe(Index kv_head, const AttentionRows& rows) { policy_->observe(kv_head, rows); }
   void reserve(Index kv_head, Index num_slots) { policy_->reserve(kv_head, num_slots); }
   void on_insert(Index kv_head, Index slot, const SlotsView& slots) { policy_->on_insert(kv_head, slot, slots); }
+  bool handles_evictions() const { return policy_->handles_evictions(); }
+  void on_evict(Index kv_head, const Leaving& leaving) { policy_->on_evict(kv_head, leaving); }
   void on_gather(Index kv_head, std::span<const Index> kept) { policy_->on_gather(kv_head, kept); }
   void on_prompt_end(Index kv_head) { policy_->on_prompt_end(kv_head); }
   void reset(const Shape& shape) { policy_->reset(shape); }
@@ -134,6 +137,8 @@ class AnyPolicy {
     virtual void observe(Index kv_head, const AttentionRows&) = 0;
     virtual void reserve(Index kv_head, Index num_slots) = 0;
     virtual void on_insert(Index kv_head, Index slot, const SlotsView&) = 0;
+    virtual bool handles_evictions() const = 0;
+    virtual void on_evict(Index kv_head, const Leaving& leaving) = 0;
     virtual void on_gather(Index kv_head, std::span<const Index> kept) = 0;
     virtual void on_prompt_end(Index kv_head) = 0;
     virtual void reset(const Shape&) = 0;
@@ -165,6 +170,8 @@ class AnyPolicy {
     void observe(Index kv_head, const AttentionRows& rows) override { hooks::observe(policy, kv_head, rows); }
     void reserve(Index kv_head, Index num_slots) override { hooks::reserve(policy, kv_head, num_slots); }
     void on_insert(Index kv_head, Index slot, const SlotsView& slots) override { hooks::on_insert(policy, kv_head, slot, slots); }
+    bool handles_evictions() const override { return hooks::handles_evictions(policy); }
+    void on_evict(Index kv_head, const Leaving& leaving) override { hooks::on_evict(policy, kv_head, leaving); }
     void on_gather(Index kv_head, std::span<const Index> kept) override { hooks::on_gather(policy, kv_head, kept); }
     void on_prompt_end(Index kv_head) override { hooks::on_prompt_end(policy, kv_head); }
     void reset(const Shape& shape) override { hooks::reset(policy, shape); }
@@ -179,7 +186,7 @@ static_assert(Policy<AnyPolicy> && ScoresSlots<AnyPolicy> && ObservesAttention<A
 inline std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
 
 /// Every decorator that a spec can name, around any policy.
-using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, Periodic<AnyPolicy>>;
+using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, Merging<AnyPolicy>, Periodic<AnyPolicy>>;
 
 namespace detail {
 

@@ -106,7 +106,7 @@ class SlotPlanner {
       head.rows.begin(wants_);
       head.inserted = head.ended = false, head.next_budget = head.budget;
     }
-    state_.open(shape_.kv_heads, compacts_ || wants_ != detail::Wants{});
+    state_.open(shape_.kv_heads, compacts_ || wants_ != detail::Wants{} || handles_evictions());
   }
 
   // --- the open step; different kv_heads may be served from different threads
@@ -165,6 +165,9 @@ class SlotPlanner {
     rows_to_come(kv_head, mean.cols()).keep(mean, 1, wants_.rows, false);
     return end_if_complete(kv_head);
   }
+  /// The policy wants to see what goes: a step must be ended even if nothing else is wanted.
+  bool handles_evictions() const { return hooks::handles_evictions(policy_); }
+  void on_evict(Index kv_head, const Leaving& leaving) { hooks::on_evict(policy_, kv_head, leaving); }
   bool wants_query_heads() const { return hooks::wants_query_heads(policy_); }
   /// The weights of one kv_head summed over all queries of the step: (size, group_size), a query head a column.
   /// @return whether the step's last head ended

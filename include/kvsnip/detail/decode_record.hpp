@@ -49,7 +49,7 @@ class DecodeRecord {
     for (Index row = 0; row < std::min(num_rows_, capacity()); ++row) {
       Index& length = lengths_[static_cast<std::size_t>(row)];
       all_rows().block(length, row * columns_, slots_ - length, columns_).setZero();  // a later slot got nothing
-      for (Index c = row * columns_; c < (row + 1) * columns_; ++c) permute_columns(rows_.data() + c * slots_, 1, kept);
+      for (Index c = row * columns_; c < (row + 1) * columns_; ++c) gather_in_place(rows_.data() + c * slots_, kept);
       length = std::ssize(kept);
     }
   }
