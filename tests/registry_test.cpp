@@ -40,7 +40,7 @@ TEST_CASE("A policy's text makes the same policy again") {
                            "key_norm(refill_interval=1)", "random(seed=-3)", "cur(leverage=value, local_window=0)", "lag_kv(cross_scoring=true)",
                            "finch(normalize=false)+keep_it_odd", "key_diff(num_sinks=4, recent_window=0)",
                            "ada_kv(snapkv)", "ada_kv(snapkv(observation_window=16), floor=0.35, safeguard=least)+scissorhands(drop=3)",
-                           "chunk_kv(ada_kv(key_norm(num_sinks=2), floor=0), chunk_length=7)", "periodic(finch, interval=9)", "merging(periodic(snapkv), weights=similarity)",
+                           "chunk_kv(ada_kv(key_norm(num_sinks=2), floor=0), chunk_length=7)", "periodic(finch, interval=9)", "loss_estimate(snapkv+scissorhands)", "merging(periodic(snapkv), weights=similarity)",
                            "snapkv(pooling=max, pool_over=row, count_padding=false, group=max)+scissorhands(drop=3)"}) {
     CAPTURE(spec);
     CHECK(to_string(make_policy(spec)) == spec);

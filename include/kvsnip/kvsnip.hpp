@@ -16,6 +16,7 @@
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/lag_kv.hpp"
+#include "kvsnip/policy/loss_estimate.hpp"
 #include "kvsnip/policy/merging.hpp"
 #include "kvsnip/policy/periodic.hpp"
 #include "kvsnip/policy/q_filter.hpp"

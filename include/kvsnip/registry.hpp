@@ -32,6 +32,7 @@
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/lag_kv.hpp"
+#include "kvsnip/policy/loss_estimate.hpp"
 #include "kvsnip/policy/merging.hpp"
 #include "kvsnip/policy/periodic.hpp"
 #include "kvsnip/policy/random.hpp"
@@ -186,7 +187,7 @@ static_assert(Policy<AnyPolicy> && ScoresSlots<AnyPolicy> && ObservesAttention<A
 inline std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
 
 /// Every decorator that a spec can name, around any policy.
-using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, Merging<AnyPolicy>, Periodic<AnyPolicy>>;
+using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, LossEstimate<AnyPolicy>, Merging<AnyPolicy>, Periodic<AnyPolicy>>;
 
 namespace detail {
 
@@ -284,7 +285,9 @@ AnyPolicy parse_policy(std::string_view arguments) {
   if constexpr (requires(const P& policy) { policy.inner(); }) {
     require(!arguments.empty(), "make_policy: ", P::name, " needs a policy to decorate: ", P::name, "(snapkv)");
     AnyPolicy inner = make_policy(take_until(arguments, ','));
-    return AnyPolicy(P(std::move(inner), parse_options<typename P::Options>(arguments)));
+    if constexpr (requires { typename P::Options; }) return AnyPolicy(P(std::move(inner), parse_options<typename P::Options>(arguments)));
+    if (!arguments.empty()) unknown_word("option", take_until(arguments, '='), {});
+    return AnyPolicy(P(std::move(inner)));
   } else if constexpr (requires { typename P::Options; }) {
     return AnyPolicy(P(parse_options<typename P::Options>(arguments)));
   } else {
@@ -332,6 +335,8 @@ std::string spec_of(const P& policy) {
     });
     if constexpr (requires { policy.inner(); }) list.insert(0, spec_of(policy.inner()) + (list.empty() ? "" : ", "));
     return std::string(P::name) + (list.empty() ? "" : "(" + list + ")");
+  } else if constexpr (requires { P::name, policy.inner(); }) {
+    return std::string(P::name) + "(" + spec_of(policy.inner()) + ")";
   } else if constexpr (requires { P::name; }) {
     return std::string(P::name);
   } else {

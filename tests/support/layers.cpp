@@ -161,6 +161,7 @@ std::vector<PolicyCase> list_policies() {
     add(Periodic<SnapKV>(snapkv, {.interval = 4}),
         {.prompt_sinks = 1, .decode_sinks = 1, .kept_of_prompt = 5, .recent_window = 6, .drops_in_bulk = true, .allocates = true});
     add(Merging<KeyNorm>(key_norm), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .merges = true});
+    add(LossEstimate<KeyNorm>(key_norm), keeps_recents);
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
   return policies;
