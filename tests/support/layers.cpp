@@ -70,10 +70,12 @@ class LayerOf final : public Layer {
   Index num_queries() const override { return step_->num_queries(); }
   Index first_position() const override { return step_->first_position(); }
   Index wanted_rows() const override { return step_->wanted_rows(); }
+  bool wants_column_sums() const override { return step_->wants_column_sums(); }
   void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for) override {
     kvsnip::attend(*step_, q, out, parallel_for);
   }
   void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) override { step_->on_attention(kv_head, weights); }
+  void on_column_sums(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& sums) override { step_->on_column_sums(kv_head, sums); }
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) override { step_->on_queries(kv_head, q); }
   void done(Index kv_head) override { step_->done(kv_head); }
   void abandon() override { step_->abandon(); }
