@@ -170,9 +170,12 @@ void counted(const Call& call) {
 /// Ends the open step with made-up weights, of which there are enough.
 void end_step(Layer& layer, const Eigen::MatrixXf& weights) {
   const Index columns = layer.wanted_rows() * shape.group_size();
-  for (Index h = 0; h < shape.kv_heads; ++h)
-    if (columns == 0) layer.done(h);
-    else layer.on_attention(h, weights.topLeftCorner(layer.step_size(h), columns));
+  const bool wants_sums = layer.wants_column_sums();
+  for (Index h = 0; h < shape.kv_heads; ++h) {
+    if (columns > 0) layer.on_attention(h, weights.topLeftCorner(layer.step_size(h), columns));
+    if (wants_sums) layer.on_column_sums(h, weights.topLeftCorner(layer.step_size(h), shape.group_size()));
+    else if (columns == 0) layer.done(h);
+  }
 }
 
 /// All that the cache holds is what it says, to the byte.

@@ -12,6 +12,7 @@
 #include "kvsnip/policy/external_scores.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
+#include "kvsnip/policy/h2o.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"

@@ -28,6 +28,7 @@
 #include "kvsnip/policy/cur.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
+#include "kvsnip/policy/h2o.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
@@ -46,7 +47,7 @@ namespace kvsnip {
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
                                       KeyNorm, Random, KeepItOdd, KeyDiff,
-                                      CUR, LagKV, Finch>;
+                                      CUR, LagKV, Finch, H2O>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.

@@ -73,8 +73,10 @@ class Layer {
   virtual Index num_queries() const = 0;
   virtual Index first_position() const = 0;
   virtual Index wanted_rows() const = 0;
+  virtual bool wants_column_sums() const = 0;
   virtual void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for = serially) = 0;
   virtual void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) = 0;
+  virtual void on_column_sums(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& sums) = 0;
   virtual void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) = 0;
   virtual void done(Index kv_head) = 0;
   virtual void abandon() = 0;

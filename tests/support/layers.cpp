@@ -70,10 +70,12 @@ class LayerOf final : public Layer {
   Index num_queries() const override { return step_->num_queries(); }
   Index first_position() const override { return step_->first_position(); }
   Index wanted_rows() const override { return step_->wanted_rows(); }
+  bool wants_column_sums() const override { return step_->wants_column_sums(); }
   void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for) override {
     kvsnip::attend(*step_, q, out, parallel_for);
   }
   void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) override { step_->on_attention(kv_head, weights); }
+  void on_column_sums(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& sums) override { step_->on_column_sums(kv_head, sums); }
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) override { step_->on_queries(kv_head, q); }
   void done(Index kv_head) override { step_->done(kv_head); }
   void abandon() override { step_->abandon(); }
@@ -120,6 +122,9 @@ std::vector<PolicyCase> list_policies() {
   const Finch finch{{.observation_window = 5, .num_sinks = 1}};
   const kvsnip::Random random{{.seed = 5, .num_sinks = 2, .recent_window = 4}};  // not test::Random
   const KeepItOdd keep_it_odd{{.num_sinks = 2, .recent_window = 4, .refill_interval = 2}};
+  const H2O h2o{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
+  const H2O h2o_of_rows{{.score = H2O::Score::mean, .history_window = 7, .decay = 0.9, .threshold = true, .num_sinks = 2, .recent_window = 4}};
+  const H2O heavy_hitter{{.score = H2O::Score::mean, .prompt_as_one_row = true, .num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
 
   const Promise keeps_all{.evicts_prompt = false, .evicts_decode = false};
   const Promise keeps_newest{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1};
@@ -155,6 +160,9 @@ std::vector<PolicyCase> list_policies() {
     add(finch, keeps_window);
     add(random, keeps_recents_by_head);
     add(keep_it_odd, keeps_recents);
+    add(h2o, keeps_recents);
+    add(h2o_of_rows, keeps_recents);
+    add(Chain{snapkv, heavy_hitter}, window_then_recents);
     add(Chain{snapkv, fraction}, window_then_recents);
     add(Chain{AdaKV<SnapKV>(snapkv), fraction}, window_then_recents);
     add(ChunkKV<KeyNorm>(key_norm, {.chunk_length = 3}), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .heads_alike = false});
