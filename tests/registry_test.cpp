@@ -38,7 +38,7 @@ TEST_CASE("A plus chains the prompt's policy and the decode's") {
 TEST_CASE("A policy's text makes the same policy again") {
   for (const char* spec : {"full", "streaming_llm", "streaming_llm(num_sinks=0)", "scissorhands(history_window=32, mode=count)",
                            "key_norm(refill_interval=1)", "random(seed=-3)", "cur(leverage=value, local_window=0)", "lag_kv(cross_scoring=true)", "h2o(score=mean, history_window=400, decay=0.99, threshold=true)",
-                           "finch(normalize=false)+keep_it_odd", "key_diff(num_sinks=4, recent_window=0)",
+                           "finch(normalize=false)+keep_it_odd", "compactor(blending=0.25)+tova", "key_diff(num_sinks=4, recent_window=0)",
                            "ada_kv(snapkv)", "ada_kv(snapkv(observation_window=16), floor=0.35, safeguard=least)+scissorhands(drop=3)",
                            "chunk_kv(ada_kv(key_norm(num_sinks=2), floor=0), chunk_length=7)", "periodic(finch, interval=9)", "loss_estimate(snapkv+scissorhands)", "merging(periodic(snapkv), weights=similarity)",
                            "snapkv(pooling=max, pool_over=row, count_padding=false, group=max)+scissorhands(drop=3)"}) {

@@ -192,19 +192,17 @@ struct ColumnSums {
 struct QueryRows {
   using Columns = Eigen::Map<const Eigen::MatrixXf>;
 
-  Columns queries;                   ///< (head_dim, queries * group_size), a query's heads side by side
+  Columns queries;       ///< (head_dim, queries * group_size), a query's heads side by side
   Index group_size;
-  Index first_position;              ///< of the first query here; the others follow without a gap
-  StepInfo step;                     ///< the update they belong to
-  std::span<const Index> positions;  ///< (slots)
-  const Rope* rope;                  ///< the model's; null if the cache was not told
+  Index first_position;  ///< of the first query here; the others follow without a gap
+  StepInfo step;         ///< the update they belong to
+  SlotsView slots;       ///< of a prompt's tokens the last slots, in order
 
   Index num_queries() const { return queries.cols() / group_size; }
   /// These queries without the first `count`.
   QueryRows without_first(Index count) const {
     const Index skipped = count * group_size;
-    return {Columns(queries.data() + skipped * queries.rows(), queries.rows(), queries.cols() - skipped), group_size, first_position + count, step,
-            positions, rope};
+    return {Columns(queries.data() + skipped * queries.rows(), queries.rows(), queries.cols() - skipped), group_size, first_position + count, step, slots};
   }
 };
 

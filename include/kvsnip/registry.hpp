@@ -25,6 +25,7 @@
 #include "kvsnip/policy/ada_kv.hpp"
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/chunk_kv.hpp"
+#include "kvsnip/policy/compactor.hpp"
 #include "kvsnip/policy/cur.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
@@ -33,21 +34,24 @@
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/lag_kv.hpp"
+#include "kvsnip/policy/leverage_score.hpp"
 #include "kvsnip/policy/loss_estimate.hpp"
 #include "kvsnip/policy/merging.hpp"
+#include "kvsnip/policy/non_causal_attention.hpp"
 #include "kvsnip/policy/periodic.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
 #include "kvsnip/policy/snapkv.hpp"
 #include "kvsnip/policy/streaming_llm.hpp"
+#include "kvsnip/policy/tova.hpp"
 
 namespace kvsnip {
 
 /// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, and if it has options, an
 /// `Options` with each().
-using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
-                                      KeyNorm, Random, KeepItOdd, KeyDiff,
-                                      CUR, LagKV, Finch, H2O>;
+using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV, H2O, TOVA,
+                                      KeyNorm, Random, KeepItOdd, KeyDiff, CUR, LagKV, Finch,
+                                      LeverageScore, NonCausalAttention, Compactor>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.
@@ -353,10 +357,10 @@ inline AnyPolicy make_policy(std::string_view spec) {
   return AnyPolicy(Chain<AnyPolicy, AnyPolicy>(detail::parse_one(detail::trim(first)), make_policy(spec.substr(first.size() + 1))));
 }
 
-/// A cache whose policy is chosen by name.
+/// A cache whose policy is chosen by name. @param rope  the model's, for policies that need it
 template <StorageScalar T>
-KVCache<T, AnyPolicy> make_cache(std::string_view spec, const Shape& shape, Index budget) {
-  return KVCache<T, AnyPolicy>(shape, budget, make_policy(spec));
+KVCache<T, AnyPolicy> make_cache(std::string_view spec, const Shape& shape, Index budget, Rope rope = {}) {
+  return KVCache<T, AnyPolicy>(shape, budget, make_policy(spec), std::move(rope));
 }
 
 }  // namespace kvsnip

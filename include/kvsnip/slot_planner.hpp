@@ -264,7 +264,8 @@ class SlotPlanner {
   }
   Index policy_bytes() const { return hooks::bytes(policy_) + (saved_policy_ ? hooks::bytes(*saved_policy_) : 0); }
   Index scratch_bytes() const {
-    Index bytes = detail::heap_bytes(scores_) + detail::heap_bytes(newest_) + detail::heap_bytes(candidates_) + detail::heap_bytes(views_) + detail::heap_bytes(outs_);
+    Index bytes = detail::heap_bytes(scores_) + detail::heap_bytes(newest_) + detail::heap_bytes(candidates_) + detail::heap_bytes(views_) + detail::heap_bytes(outs_) +
+                  detail::heap_bytes(rope_.inv_freq);
     for (const std::vector<float>& scores : scores_) bytes += detail::heap_bytes(scores);
     for (const Head& head : heads_) bytes += head.books.scratch_bytes() + head.rows.bytes();
     return bytes;
@@ -475,7 +476,7 @@ class SlotPlanner {
   }
   void observe_queries(Index kv_head, const QueryRows::Columns& queries) {
     const Index group = shape_.group_size();
-    hooks::observe_queries(policy_, kv_head, QueryRows{queries, group, sequence_.next_position - queries.cols() / group, step_, positions(kv_head), known_rope()});
+    hooks::observe_queries(policy_, kv_head, QueryRows{queries, group, sequence_.next_position - queries.cols() / group, step_, slots_view(head(kv_head), step_.phase)});
   }
   const Rope* known_rope() const { return rope_.is_known() ? &rope_ : nullptr; }
   /// Tell the policy, once, which slots the new tokens are in.

@@ -73,6 +73,7 @@ class Layer {
   virtual Index num_queries() const = 0;
   virtual Index first_position() const = 0;
   virtual Index wanted_rows() const = 0;
+  virtual Index wanted_queries() const = 0;
   virtual bool wants_column_sums() const = 0;
   virtual void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for = serially) = 0;
   virtual void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) = 0;

@@ -43,7 +43,7 @@ class LayerOf final : public Layer {
   using Cache = kvsnip::KVCache<T, P>;
 
  public:
-  LayerOf(const Shape& shape, Index budget, P policy) : cache_(shape, budget, std::move(policy)) {}
+  LayerOf(const Shape& shape, Index budget, P policy) : cache_(shape, budget, std::move(policy), kvsnip::Rope::standard(shape.head_dim, kvsnip::Rope::Pairing::half_split)) {}
   std::unique_ptr<Layer> clone() const override { return std::unique_ptr<Layer>(new LayerOf(cache_)); }
 
   const Shape& shape() const override { return cache_.shape(); }
@@ -70,6 +70,7 @@ class LayerOf final : public Layer {
   Index num_queries() const override { return step_->num_queries(); }
   Index first_position() const override { return step_->first_position(); }
   Index wanted_rows() const override { return step_->wanted_rows(); }
+  Index wanted_queries() const override { return step_->wanted_queries(); }
   bool wants_column_sums() const override { return step_->wants_column_sums(); }
   void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for) override {
     kvsnip::attend(*step_, q, out, parallel_for);
@@ -132,6 +133,7 @@ std::vector<PolicyCase> list_policies() {
   const Promise keeps_recents_in_bulk{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .drops_in_bulk = true};
   const Promise keeps_recents_by_head{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .heads_alike = false};
   const Promise keeps_window{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5};
+  const Promise keeps_window_by_head{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5, .heads_alike = false};
   const Promise window_then_recents{.prompt_sinks = 1, .decode_sinks = 2, .kept_of_prompt = 5, .recent_window = 4};
   const Promise newest_then_recents{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 4, .drops_in_bulk = true};
 
@@ -170,6 +172,10 @@ std::vector<PolicyCase> list_policies() {
         {.prompt_sinks = 1, .decode_sinks = 1, .kept_of_prompt = 5, .recent_window = 6, .drops_in_bulk = true, .allocates = true});
     add(Merging<KeyNorm>(key_norm), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .merges = true});
     add(LossEstimate<KeyNorm>(key_norm), keeps_recents);
+    add(TOVA{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}}, keeps_recents);
+    add(LeverageScore{{.num_sinks = 1, .recent_window = 6}}, keeps_window_by_head);
+    add(NonCausalAttention{{.chunk_size = 7, .num_sinks = 1, .recent_window = 6}}, keeps_window);
+    add(Compactor{{.chunk_size = 16, .num_sinks = 1, .recent_window = 6}}, keeps_window_by_head);
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
   return policies;

@@ -113,8 +113,8 @@ class Periodic : public detail::Decorator<P> {
   /// Shows P what has been decoded, and nothing else: a compaction that failed half-way may have left something.
   SlotsView as_prompt(Index kv_head, SlotsView slots) {
     Base::on_prompt_end(kv_head);
-    record(kv_head).replay(this->inner_, kv_head, slots.positions, options_.interval);
     slots.phase = Phase::long_prompt;
+    record(kv_head).replay(this->inner_, kv_head, slots, options_.interval);
     return slots;
   }
 
