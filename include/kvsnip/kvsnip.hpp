@@ -10,6 +10,7 @@
 #include "kvsnip/policy/compactor.hpp"
 #include "kvsnip/policy/critical_kv.hpp"
 #include "kvsnip/policy/cur.hpp"
+#include "kvsnip/policy/expected_attention.hpp"
 #include "kvsnip/policy/external_scores.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"

@@ -27,6 +27,7 @@
 #include "kvsnip/policy/chunk_kv.hpp"
 #include "kvsnip/policy/compactor.hpp"
 #include "kvsnip/policy/cur.hpp"
+#include "kvsnip/policy/expected_attention.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
 #include "kvsnip/policy/h2o.hpp"
@@ -51,7 +52,7 @@ namespace kvsnip {
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV, H2O, TOVA,
                                       KeyNorm, Random, KeepItOdd, KeyDiff, CUR, LagKV, Finch,
-                                      LeverageScore, NonCausalAttention, Compactor>;
+                                      LeverageScore, NonCausalAttention, Compactor, ExpectedAttention>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.
