@@ -25,6 +25,7 @@
 #include "kvsnip/policy/non_causal_attention.hpp"
 #include "kvsnip/policy/periodic.hpp"
 #include "kvsnip/policy/q_filter.hpp"
+#include "kvsnip/policy/r_kv.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
 #include "kvsnip/policy/snapkv.hpp"

@@ -40,6 +40,7 @@
 #include "kvsnip/policy/merging.hpp"
 #include "kvsnip/policy/non_causal_attention.hpp"
 #include "kvsnip/policy/periodic.hpp"
+#include "kvsnip/policy/r_kv.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
 #include "kvsnip/policy/snapkv.hpp"
@@ -52,7 +53,7 @@ namespace kvsnip {
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV, H2O, TOVA,
                                       KeyNorm, Random, KeepItOdd, KeyDiff, CUR, LagKV, Finch,
-                                      LeverageScore, NonCausalAttention, Compactor, ExpectedAttention>;
+                                      LeverageScore, NonCausalAttention, Compactor, ExpectedAttention, RKV>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.

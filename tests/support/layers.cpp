@@ -177,6 +177,7 @@ std::vector<PolicyCase> list_policies() {
     add(NonCausalAttention{{.chunk_size = 7, .num_sinks = 1, .recent_window = 6}}, keeps_window);
     add(Compactor{{.chunk_size = 16, .num_sinks = 1, .recent_window = 6}}, keeps_window_by_head);
     add(ExpectedAttention{{.num_future_positions = 9, .num_sinks = 1, .recent_window = 6}}, keeps_window);
+    add(RKV{{.observation_window = 5, .kernel_size = 3, .num_sinks = 1}}, keeps_window);
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
   return policies;
