@@ -43,6 +43,7 @@
 #include "kvsnip/policy/r_kv.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
+#include "kvsnip/policy/sim_layer_kv.hpp"
 #include "kvsnip/policy/snapkv.hpp"
 #include "kvsnip/policy/streaming_llm.hpp"
 #include "kvsnip/policy/tova.hpp"
@@ -53,7 +54,7 @@ namespace kvsnip {
 /// `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV, H2O, TOVA,
                                       KeyNorm, Random, KeepItOdd, KeyDiff, CUR, LagKV, Finch,
-                                      LeverageScore, NonCausalAttention, Compactor, ExpectedAttention, RKV>;
+                                      LeverageScore, NonCausalAttention, Compactor, ExpectedAttention, RKV, SimLayerKV>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.

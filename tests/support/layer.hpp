@@ -108,6 +108,7 @@ struct Promise {
   Index kept_of_prompt = 0;   ///< newest positions that a compaction keeps
   Index recent_window = 0;    ///< newest positions that survive a decode step
   bool drops_in_bulk = false;
+  bool grows = false;         ///< some kv_head keeps everything
   bool merges = false;        ///< what goes into what stays: keys and values are not those of the tokens
   bool allocates = false;     ///< when it makes a choice while decoding
   bool heads_alike = true;    ///< the same tokens would be treated alike by every kv_head

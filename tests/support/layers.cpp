@@ -108,6 +108,16 @@ PolicyCase with_filters(const std::string& type, const Promise& promise) {
   return {type + ", QFilter", type, "custom", [type](const Shape& shape, Index budget) { return make_layer(type, q_filter(shape), shape, budget); }, promise};
 }
 
+/// The first kv_head streams, the others keep everything.
+PolicyCase with_retrieval_heads(const std::string& type) {
+  const auto make = [type](const Shape& shape, Index budget) {
+    std::vector<bool> is_retrieval_head(static_cast<std::size_t>(shape.kv_heads), true);
+    is_retrieval_head.front() = false;
+    return make_layer(type, kvsnip::AnyPolicy(kvsnip::DuoAttention(is_retrieval_head, {.num_sinks = 2})), shape, budget);
+  };
+  return {type + ", DuoAttention", type, "custom", make, {.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1, .grows = true, .heads_alike = false}};
+}
+
 std::vector<PolicyCase> list_policies() {
   using namespace kvsnip;
   const StreamingLLM streaming_llm{{.num_sinks = 2}};
@@ -178,6 +188,8 @@ std::vector<PolicyCase> list_policies() {
     add(Compactor{{.chunk_size = 16, .num_sinks = 1, .recent_window = 6}}, keeps_window_by_head);
     add(ExpectedAttention{{.num_future_positions = 9, .num_sinks = 1, .recent_window = 6}}, keeps_window);
     add(RKV{{.observation_window = 5, .kernel_size = 3, .num_sinks = 1}}, keeps_window);
+    add(SimLayerKV{{.num_sinks = 2, .recent_window = 4, .threshold = 0}}, keeps_recents);  // lazy whatever it sees
+    policies.push_back(with_retrieval_heads(type));
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
   return policies;
