@@ -84,6 +84,18 @@ TEST_CASE("A decorator's first argument is what it decorates, a chain too") {
   CHECK(contains(error_of("ada_kv(snapkv(kernel_size=3)"), "without ')'"));
 }
 
+TEST_CASE("policies() lists what specs can name, and its defaults are the defaults") {
+  const std::vector<PolicyInfo> all = policies();
+  CHECK(all.size() > 20);
+  for (const PolicyInfo& info : all) {
+    CAPTURE(info.name);
+    CHECK_FALSE(info.needs.empty());
+    const std::string plain = info.decorates ? "(snapkv" : "(", spec = std::string(info.name) + plain + (info.decorates && !info.defaults.empty() ? ", " : "") + info.defaults + ")";
+    CHECK(to_string(make_policy(spec)) == std::string(info.name) + (info.decorates ? "(snapkv)" : ""));
+  }
+  CHECK(std::any_of(all.begin(), all.end(), [](const PolicyInfo& info) { return info.name == "snapkv" && info.paper == "arXiv:2404.14469" && info.defaults.starts_with("observation_window=32, "); }));
+}
+
 TEST_CASE("A policy chosen at run time keeps what the template keeps") {
   const Shape shape{.query_heads = 4, .kv_heads = 2, .head_dim = 8};
   auto by_name = make_cache<float>("snapkv(observation_window=4)+scissorhands(drop=2)", shape, 24);

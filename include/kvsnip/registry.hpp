@@ -50,8 +50,8 @@
 
 namespace kvsnip {
 
-/// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, and if it has options, an
-/// `Options` with each().
+/// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, says what it `needs`, may name a
+/// `paper`, and if it has options, has an `Options` with each().
 using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV, H2O, TOVA,
                                       KeyNorm, Random, KeepItOdd, KeyDiff, CUR, LagKV, Finch,
                                       LeverageScore, NonCausalAttention, Compactor, ExpectedAttention, RKV, SimLayerKV>;
@@ -358,6 +358,30 @@ inline AnyPolicy make_policy(std::string_view spec) {
   const std::string_view first = spec.substr(0, detail::find_outside(spec, '+'));
   if (first.size() == spec.size()) return detail::parse_one(detail::trim(spec));
   return AnyPolicy(Chain<AnyPolicy, AnyPolicy>(detail::parse_one(detail::trim(first)), make_policy(spec.substr(first.size() + 1))));
+}
+
+/// A policy or decorator that a spec can name.
+struct PolicyInfo {
+  std::string_view name;
+  std::string_view paper;  ///< "arXiv:2404.14469", or empty
+  std::string_view needs;  ///< what it looks at
+  bool decorates = false;  ///< its first argument is a policy
+  std::string defaults;    ///< its options with their default values, as a spec would write them: "num_sinks=4, recent_window=10"
+};
+inline std::vector<PolicyInfo> policies() {
+  std::vector<PolicyInfo> result;
+  detail::for_each_registered([&]<class P>(const P*) {
+    PolicyInfo info{P::name, {}, P::needs, requires(const P& policy) { policy.inner(); }, {}};
+    if constexpr (requires { P::paper; }) info.paper = P::paper;
+    if constexpr (requires { typename P::Options; }) {
+      typename P::Options options;
+      P::Options::each(options, [&](std::string_view field, const auto& value) {
+        info.defaults.append(info.defaults.empty() ? "" : ", ").append(field).append("=").append(detail::value_to_string(value));
+      });
+    }
+    result.push_back(std::move(info));
+  });
+  return result;
 }
 
 /// A cache whose policy is chosen by name. @param rope  the model's, for policies that need it

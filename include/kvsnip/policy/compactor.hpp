@@ -39,6 +39,8 @@ struct CompactorOptions {
 class Compactor : public NonCausalAttention {
  public:
   static constexpr std::string_view name = "compactor";
+  static constexpr std::string_view paper = "arXiv:2507.08143";
+  static constexpr std::string_view needs = "a prompt's queries, values, keys before RoPE";
   using Options = CompactorOptions;
 
   explicit Compactor(const CompactorOptions& options = {}) : Compactor(options, LeverageScore(leverage_options(options))) {}

@@ -2,8 +2,8 @@
 //
 // Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
 // arXiv:2510.00636, section 3. The prompt's queries, as they were before RoPE, are taken for samples of a normal distribution;
-// turned by RoPE to the positions to come, on average, it gives every key its expected weight.
-// Prompt only: alone it lets the cache grow while decoding; a Chain or Periodic bounds it.
+// turned by RoPE to the positions to come, on average, it gives every key its expected weight. Prompt only: alone it lets the
+// cache grow while decoding; a Chain or Periodic bounds it.
 #pragma once
 
 #include <cmath>
@@ -41,6 +41,8 @@ struct ExpectedAttentionOptions {
 class ExpectedAttention {
  public:
   static constexpr std::string_view name = "expected_attention";
+  static constexpr std::string_view paper = "arXiv:2510.00636";
+  static constexpr std::string_view needs = "a prompt's queries before RoPE, keys and values";
   using Options = ExpectedAttentionOptions;
 
   explicit ExpectedAttention(const ExpectedAttentionOptions& options = {}) : options_(options) {
@@ -91,10 +93,7 @@ class ExpectedAttention {
   }
 
   void on_prompt_end(Index kv_head) { heads_[static_cast<std::size_t>(kv_head)] = {}; }
-  void reset(const Shape& shape) {
-    heads_.assign(static_cast<std::size_t>(shape.kv_heads), {});
-    group_size_ = shape.group_size();
-  }
+  void reset(const Shape& shape) { heads_.assign(static_cast<std::size_t>(shape.kv_heads), {}), group_size_ = shape.group_size(); }
   Index bytes() const {
     Index bytes = detail::heap_bytes(heads_);
     for (const Head& head : heads_) bytes += detail::heap_bytes(head.sums);

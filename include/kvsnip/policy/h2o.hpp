@@ -54,6 +54,8 @@ struct H2OOptions {
 class H2O : public detail::UsualOptions<H2OOptions> {
  public:
   static constexpr std::string_view name = "h2o";
+  static constexpr std::string_view paper = "arXiv:2306.14048";
+  static constexpr std::string_view needs = "attention rows; of a prompt column sums";
   using Score = H2OScore;
 
   explicit H2O(const H2OOptions& options = {}) : UsualOptions("H2O", options) {

@@ -41,6 +41,8 @@ struct LeverageScoreOptions {
 class LeverageScore {
  public:
   static constexpr std::string_view name = "leverage_score";
+  static constexpr std::string_view paper = "arXiv:2507.08143";
+  static constexpr std::string_view needs = "keys before RoPE";
   using Options = LeverageScoreOptions;
 
   explicit LeverageScore(const LeverageScoreOptions& options = {}) : options_(options) {

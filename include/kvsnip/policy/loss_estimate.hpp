@@ -24,6 +24,7 @@ class LossEstimate : public detail::Decorator<P> {
 
  public:
   static constexpr std::string_view name = "loss_estimate";
+  static constexpr std::string_view needs = "the last attention row, and what the policy inside needs";
 
   explicit LossEstimate(P inner = P{}) : Base(std::move(inner)) {}
 

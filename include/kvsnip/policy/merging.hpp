@@ -38,6 +38,8 @@ class Merging : public detail::Decorator<P> {
 
  public:
   static constexpr std::string_view name = "merging";
+  static constexpr std::string_view paper = "arXiv:2406.18139";
+  static constexpr std::string_view needs = "keys and values, and what the policy inside needs";
   using Options = MergingOptions;
   using Weights = MergingWeights;
 

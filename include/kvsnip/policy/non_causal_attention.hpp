@@ -35,6 +35,8 @@ struct NonCausalAttentionOptions {
 class NonCausalAttention : public detail::SlotNumbers<1> {
  public:
   static constexpr std::string_view name = "non_causal_attention";
+  static constexpr std::string_view paper = "arXiv:2507.08143";
+  static constexpr std::string_view needs = "a prompt's queries, keys and values";
   using Options = NonCausalAttentionOptions;
 
   explicit NonCausalAttention(const NonCausalAttentionOptions& options = {}) : options_(options) {

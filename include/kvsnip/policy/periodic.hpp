@@ -30,6 +30,7 @@ class Periodic : public detail::Decorator<P> {
 
  public:
   static constexpr std::string_view name = "periodic";
+  static constexpr std::string_view needs = "what the policy inside needs, while decoding too";
   using Options = PeriodicOptions;
 
   explicit Periodic(P inner = P{}, const PeriodicOptions& options = {}) : Base(std::move(inner)), options_(options) {

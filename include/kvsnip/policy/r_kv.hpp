@@ -40,6 +40,8 @@ struct RKVOptions {
 class RKV : public detail::ObservationWindow<RKVOptions> {
  public:
   static constexpr std::string_view name = "r_kv";
+  static constexpr std::string_view paper = "arXiv:2505.24133";
+  static constexpr std::string_view needs = "a prompt's last attention rows, keys";
 
   explicit RKV(const RKVOptions& options = {}) : ObservationWindow("RKV", options) {
     detail::require(options.kernel_size >= 1 && options.kernel_size % 2 == 1, "RKV: kernel_size must be odd and >= 1, got ", options.kernel_size);

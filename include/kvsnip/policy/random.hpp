@@ -29,6 +29,7 @@ struct RandomOptions {
 class Random : public detail::UsualOptions<RandomOptions> {
  public:
   static constexpr std::string_view name = "random";
+  static constexpr std::string_view needs = "positions";
 
   explicit Random(const RandomOptions& options = {}) : UsualOptions("Random", options) {}
 

@@ -36,6 +36,8 @@ struct SimLayerKVOptions {
 class SimLayerKV {
  public:
   static constexpr std::string_view name = "sim_layer_kv";
+  static constexpr std::string_view paper = "arXiv:2410.13846";
+  static constexpr std::string_view needs = "a prompt's last attention rows";
   using Options = SimLayerKVOptions;
 
   explicit SimLayerKV(const SimLayerKVOptions& options = {}) : options_(options) {

@@ -50,6 +50,8 @@ struct SnapKVOptions {
 class SnapKV : public detail::ObservationWindow<SnapKVOptions> {
  public:
   static constexpr std::string_view name = "snapkv";
+  static constexpr std::string_view paper = "arXiv:2404.14469";
+  static constexpr std::string_view needs = "a prompt's last attention rows";
   using Pooling = SnapKVPooling;
   using PoolOver = SnapKVPoolOver;
   using Group = SnapKVGroup;

@@ -26,6 +26,8 @@ struct TOVAOptions {
 class TOVA : public detail::UsualOptions<TOVAOptions>, public detail::SlotNumbers<1> {
  public:
   static constexpr std::string_view name = "tova";
+  static constexpr std::string_view paper = "arXiv:2401.06104";
+  static constexpr std::string_view needs = "the last attention row";
 
   explicit TOVA(const TOVAOptions& options = {}) : UsualOptions("TOVA", options) {}
 
