@@ -144,6 +144,8 @@ int main(int argc, char** argv) {
       {&cost(bench, "lag_kv", kvsnip::LagKV{}, 128), others},
       {&cost(bench, "cur", kvsnip::CUR{}, 128), others},
       {&cost(bench, "random", kvsnip::Random{}, 128), others},
+      {&cost(bench, "h2o", kvsnip::H2O{}, 128), others},
+      {&cost(bench, "h2o, mean of 400 rows", kvsnip::H2O{{.score = kvsnip::H2O::Score::mean, .history_window = 400}}, 128), others},
   };
   const Task& cold = cost(bench, "scissorhands, fraction, cold", Scissorhands{}, 8, /*cold=*/true);
   bench.measure(bench.quick() ? 4 : 9);

@@ -1,9 +1,10 @@
-// Policies around policies, and scores from outside, against the public references: AdaKV, CriticalKV, ChunkKV.
+// Policies around policies, and scores from outside, against the public references: AdaKV, CriticalKV, ChunkKV, Merging.
 
 #include <kvsnip/policy/ada_kv.hpp>
 #include <kvsnip/policy/chunk_kv.hpp>
 #include <kvsnip/policy/critical_kv.hpp>
 #include <kvsnip/policy/external_scores.hpp>
+#include <kvsnip/policy/merging.hpp>
 #include <kvsnip/policy/snapkv.hpp>
 
 #include <limits>
@@ -116,8 +117,41 @@ void check_kvpress_chunkkv(const GoldenCase& golden, Findings& findings) {
   check_held(cache, kept, "prompt", findings);
 }
 
+// --- Merging
+
+/// in_selected and the last window_size positions stay; theirs are the merged keys and values, in that order.
+void check_factory_merge(const GoldenCase& golden, Findings& findings) {
+  using Merged = kvsnip::Merging<ExternalScores>;
+  const auto keys = golden.tensor<float>("in_keys"), values = golden.tensor<float>("in_values");
+  const auto selected = golden.tensor<std::int32_t>("in_selected");
+  const Index heads = keys.dim(0), prompt = keys.dim(1), dim = keys.dim(2), window = golden.integer("window_size");
+  Eigen::MatrixXf scores = Eigen::MatrixXf::Zero(prompt, heads);
+  for (Index h = 0; h < heads; ++h)
+    for (Index i = 0; i < selected.dim(1); ++i) scores(selected(h, i), h) = 1;
+  const Merged policy(ExternalScores(scores, {.recent_window = window + 1}),
+                      {.weights = golden.text("merge") == "pivot" ? Merged::Weights::pivot : Merged::Weights::similarity});
+  const auto cache = compress(golden, selected.dim(1) + window, policy);
+  const auto want_keys = golden.tensor<float>("out_keys"), want_values = golden.tensor<float>("out_values");
+  for (Index h = 0; h < heads; ++h) {
+    std::vector<Index> order = row(selected, h);
+    for (const Index position : consecutive(prompt - window, prompt)) order.push_back(position);
+    check_same_set(sorted(cache.positions(h)), order, "kv_head " + std::to_string(h), findings);
+    for (Index i = 0; i < std::ssize(order); ++i) {
+      const auto found = std::find(cache.positions(h).begin(), cache.positions(h).end(), order.begin()[i]);
+      if (found == cache.positions(h).end()) continue;
+      const Index slot = found - cache.positions(h).begin();
+      for (Index d = 0; d < dim; ++d) {
+        findings.check(close_enough(cache.keys(h)(d, slot), want_keys(h, i, d)), "kv_head ", h, ", position ", *found, ": key ", cache.keys(h)(d, slot), ", expected ", want_keys(h, i, d));
+        findings.check(close_enough(cache.values(h)(d, slot), want_values(h, i, d)), "kv_head ", h, ", position ", *found, ": value ", cache.values(h)(d, slot), ", expected ",
+                       want_values(h, i, d));
+      }
+    }
+  }
+}
+
 const RegisterGolden kinds{{
     {"adakv_cluster", check_adakv_cluster},
+    {"factory_merge", check_factory_merge},
     {"kvpress_adakv", check_kvpress_adakv},
     {"kvpress_chunkkv", check_kvpress_chunkkv},
     {"kvpress_criticaladakv", check_kvpress_criticaladakv},

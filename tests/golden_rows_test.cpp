@@ -78,28 +78,7 @@ void check_kvpress_finch(const GoldenCase& golden, Findings& findings) {
   check_scores(cache, golden.tensor<float>("out_scores"), 0, prompt - window, 1.0, findings);
 }
 
-/// cold-compress' prompt compressor: SnapKV with its global tokens as sinks; the group is averaged already.
-void check_compress_heavy_hitter(const GoldenCase& golden, Findings& findings) {
-  const Index kv_heads = golden.integer("n_kv_heads"), prompt = golden.integer("prompt_length"),
-              sinks = golden.integer("global_tokens");
-  const Index window = golden.integer("observation_len");
-  const Shape shape{.query_heads = kv_heads, .kv_heads = kv_heads, .head_dim = golden.integer("head_dim")};
-  const SnapKV policy{{.observation_window = window,
-                       .kernel_size = golden.integer("kernel_size"),
-                       .pool_over = SnapKV::PoolOver::row,
-                       .count_padding = false,
-                       .num_sinks = sinks}};
-  const Array<float> attention = golden.tensor<float>(golden.has_tensor("in_attn") ? "in_attn" : "in_attn_last16");
-  const SnapCache cache = run_on_attention(shape, golden.integer("max_cache_length"), policy, attention);
-  const Array<std::int32_t> kept = golden.tensor<std::int32_t>("out_kept");
-  for (Index h = 0; h < kv_heads; ++h)
-    check_same_set(sorted(cache.positions(h)), row(kept, h), "kv_head " + std::to_string(h), findings);
-  check_scores(cache, golden.tensor<float>("out_priority"), sinks, prompt - window, 1.0 / static_cast<double>(window),
-               findings);
-}
-
 const RegisterGolden kinds{{
-    {"cc_compress heavy_hitter", check_compress_heavy_hitter},
     {"snapkv_official", check_snapkv_cluster},
     {"factory_cluster snapkv", check_snapkv_cluster},
     {"kvpress_score finch", check_kvpress_finch},

@@ -37,10 +37,10 @@ TEST_CASE("A plus chains the prompt's policy and the decode's") {
 
 TEST_CASE("A policy's text makes the same policy again") {
   for (const char* spec : {"full", "streaming_llm", "streaming_llm(num_sinks=0)", "scissorhands(history_window=32, mode=count)",
-                           "key_norm(refill_interval=1)", "random(seed=-3)", "cur(leverage=value, local_window=0)", "lag_kv(cross_scoring=true)",
-                           "finch(normalize=false)+keep_it_odd", "key_diff(num_sinks=4, recent_window=0)",
+                           "key_norm(refill_interval=1)", "random(seed=-3)", "cur(leverage=value, local_window=0)", "lag_kv(cross_scoring=true)", "h2o(score=mean, history_window=400, decay=0.99, threshold=true)",
+                           "finch(normalize=false)+keep_it_odd", "compactor(blending=0.25)+tova", "key_diff(num_sinks=4, recent_window=0)",
                            "ada_kv(snapkv)", "ada_kv(snapkv(observation_window=16), floor=0.35, safeguard=least)+scissorhands(drop=3)",
-                           "chunk_kv(ada_kv(key_norm(num_sinks=2), floor=0), chunk_length=7)", "periodic(finch, interval=9)",
+                           "chunk_kv(ada_kv(key_norm(num_sinks=2), floor=0), chunk_length=7)", "periodic(finch, interval=9)", "loss_estimate(snapkv+scissorhands)", "merging(periodic(snapkv), weights=similarity)",
                            "snapkv(pooling=max, pool_over=row, count_padding=false, group=max)+scissorhands(drop=3)"}) {
     CAPTURE(spec);
     CHECK(to_string(make_policy(spec)) == spec);
@@ -82,6 +82,18 @@ TEST_CASE("A decorator's first argument is what it decorates, a chain too") {
   CHECK(contains(error_of("ada_kv(snapkv, floor=half)"), "floor must be a number, got 'half'"));
   CHECK(contains(error_of("ada_kv(snapkv, floor=2)"), "floor must be in [0, 1]"));
   CHECK(contains(error_of("ada_kv(snapkv(kernel_size=3)"), "without ')'"));
+}
+
+TEST_CASE("policies() lists what specs can name, and its defaults are the defaults") {
+  const std::vector<PolicyInfo> all = policies();
+  CHECK(all.size() > 20);
+  for (const PolicyInfo& info : all) {
+    CAPTURE(info.name);
+    CHECK_FALSE(info.needs.empty());
+    const std::string plain = info.decorates ? "(snapkv" : "(", spec = std::string(info.name) + plain + (info.decorates && !info.defaults.empty() ? ", " : "") + info.defaults + ")";
+    CHECK(to_string(make_policy(spec)) == std::string(info.name) + (info.decorates ? "(snapkv)" : ""));
+  }
+  CHECK(std::any_of(all.begin(), all.end(), [](const PolicyInfo& info) { return info.name == "snapkv" && info.paper == "arXiv:2404.14469" && info.defaults.starts_with("observation_window=32, "); }));
 }
 
 TEST_CASE("A policy chosen at run time keeps what the template keeps") {

@@ -523,6 +523,28 @@ TEST_CASE("Generation goes on far beyond the trained length in constant memory")
     }
 }
 
+TEST_CASE("Every policy that has a name runs in the model, and in constant memory if it evicts while decoding") {
+  const auto weights = toy::random_weights(small_config(), 5);
+  for (const kvsnip::PolicyInfo& info : kvsnip::policies()) {
+    std::string spec(info.name);
+    if (info.decorates) spec += "(snapkv(observation_window=16)+h2o(recent_window=16))";
+    if (spec == "snapkv") spec += "(observation_window=16)";
+    if (spec == "finch") spec += "(observation_window=16)";
+    if (spec == "lag_kv") spec += "(lag_size=8, num_sinks=4)";
+    if (spec == "sim_layer_kv") spec += "(recent_window=16, threshold=0)";  // lazy whatever it sees: others grow
+    if (info.name == "periodic") spec = "periodic(snapkv(observation_window=16), interval=16)";
+    CAPTURE(spec);
+    Transformer<float> model(weights, spec, 64);
+    toy::Sampler sampler(1, 2);
+    std::vector<Index> bytes;
+    const std::vector<Token> prompt(100, toy::bos_token);
+    toy::generate(model, sampler, prompt, {.steps = 1000, .ignore_eos = true}, [&](Token, Token) { bytes.push_back(model.bytes().total()); });
+    REQUIRE(model.tokens_seen() == 1000);
+    if (model.caches().front().policy().evicts(kvsnip::Phase::decode)) CHECK(*std::max_element(bytes.end() - 400, bytes.end()) <= *std::max_element(bytes.begin(), bytes.begin() + 500));
+    else CHECK(model.caches().front().size(0) > 64);
+  }
+}
+
 TEST_CASE("The text has as many tokens as asked for, prompt included") {
   const auto weights = toy::random_weights(small_config(), 5);
   const std::vector<Token> prompt{1, 15, 16, 17};

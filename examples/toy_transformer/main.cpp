@@ -134,6 +134,15 @@ void score_text(toy::Transformer<T>& model, const toy::Tokenizer& tokenizer, con
                   cache_summary(model, options));
 }
 
+void list_policies() {
+  for (const kvsnip::PolicyInfo& info : kvsnip::policies()) {
+    fmt::print("{}{}\n", info.name, info.decorates ? "(POLICY, ...)" : "");
+    if (!info.paper.empty()) fmt::print("  paper     {}\n", info.paper);
+    fmt::print("  needs     {}\n", info.needs);
+    if (!info.defaults.empty()) fmt::print("  defaults  {}\n", info.defaults);
+  }
+}
+
 template <class T>
 void run(std::shared_ptr<const toy::Weights> weights, const toy::Tokenizer& tokenizer, const toy::Options& options) {
   toy::Transformer<T> model(std::move(weights), options.policy, options.budget);
@@ -166,6 +175,7 @@ int main(int argc, char** argv) {
   try {
     const toy::Options options = toy::parse_options({argv + 1, argv + argc});
     if (options.help) fmt::print("{}", toy::usage);
+    else if (options.list_policies) list_policies();
     else run(options);
     return EXIT_SUCCESS;
   } catch (const std::bad_alloc&) {

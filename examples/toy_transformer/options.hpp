@@ -33,7 +33,7 @@ struct Options {
   std::string type = "float";         ///< or half, bfloat16: what keys and values are stored as
   std::string nll;                    ///< a text to score instead of generating
   std::string report;                 ///< a page of pictures to write
-  bool show = false, quiet = false, ignore_eos = false, help = false;
+  bool show = false, quiet = false, ignore_eos = false, list_policies = false, help = false;
 };
 
 inline constexpr std::string_view usage =
@@ -48,6 +48,7 @@ inline constexpr std::string_view usage =
   --ignore-eos        go on after the model has ended its text
   --policy SPEC       full, streaming_llm(num_sinks=4), scissorhands(history_window=400),
                       snapkv+scissorhands, ... (scissorhands)
+  --list-policies     every policy with its paper, what it needs, and its options' defaults
   --budget N          slots each kv_head of each layer may keep (64)
   --type T            what keys and values are stored as: float, half, bfloat16 (float)
   --show              draw which positions each kv_head still holds
@@ -113,6 +114,7 @@ inline Options parse_options(std::span<const char* const> arguments) {
     };
 
     if (is_switch("--help")) options.help = true;
+    else if (is_switch("--list-policies")) options.list_policies = true;
     else if (is_switch("--show")) options.show = true;
     else if (is_switch("--quiet")) options.quiet = true;
     else if (is_switch("--ignore-eos")) options.ignore_eos = true;

@@ -93,7 +93,8 @@ class Transformer {
   Transformer(std::shared_ptr<const Weights> weights, const kvsnip::AnyPolicy& policy, Index budget)
       : weights_(std::move(weights)) {
     caches_.reserve(weights_->layers.size());
-    for (Index i = 0; i < config().num_layers; ++i) caches_.emplace_back(config().shape(), budget, policy);
+    const kvsnip::Rope rope = kvsnip::Rope::standard(config().head_dim(), kvsnip::Rope::Pairing::interleaved, detail::rope_theta);
+    for (Index i = 0; i < config().num_layers; ++i) caches_.emplace_back(config().shape(), budget, policy, rope);
   }
   /// @param policy  a spec such as "scissorhands(history_window=100)"
   Transformer(std::shared_ptr<const Weights> weights, std::string_view policy, Index budget)

@@ -30,6 +30,7 @@ consteval bool all_recognised() {
   static_assert(!requires { &P::eviction; } || ChoosesEviction<P>, "a hook must be: Eviction eviction(Index) const");
   static_assert(!requires { &P::reserve; } || ReservesState<P>, "a hook must be: reserve(Index, Index)");
   static_assert(!requires { &P::on_insert; } || TracksInserts<P>, "a hook must be: on_insert(Index, Index, const SlotsView&)");
+  static_assert(!requires { &P::on_evict; } || HandlesEvictions<P>, "a hook must be: on_evict(Index, const Leaving&)");
   static_assert(!requires { &P::on_gather; } || TracksGathers<P>, "a hook must be: on_gather(Index, std::span<const Index>)");
   static_assert(!requires { &P::on_prompt_end; } || TracksPrompts<P>, "a hook must be: on_prompt_end(Index)");
   static_assert(!requires { &P::reset; } || HasReset<P>, "a hook must be: reset(const Shape&)");
@@ -135,6 +136,16 @@ void reserve(P& policy, Index kv_head, Index num_slots) {
 template <Policy P>
 void on_insert(P& policy, Index kv_head, Index slot, const SlotsView& slots) {
   if constexpr (TracksInserts<P>) policy.on_insert(kv_head, slot, slots);
+}
+/// Whether there is an on_evict. Decorators say it of what they decorate.
+template <Policy P>
+bool handles_evictions(const P& policy) {
+  if constexpr (requires { { policy.handles_evictions() } -> std::same_as<bool>; }) return policy.handles_evictions();
+  else return HandlesEvictions<P>;
+}
+template <Policy P>
+void on_evict(P& policy, Index kv_head, const Leaving& leaving) {
+  if constexpr (HandlesEvictions<P>) policy.on_evict(kv_head, leaving);
 }
 template <Policy P>
 void on_gather(P& policy, Index kv_head, std::span<const Index> kept) {

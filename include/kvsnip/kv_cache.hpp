@@ -105,7 +105,7 @@ class KVCache {
     Bytes bytes{.positions = planner_.position_bytes() + detail::heap_bytes(memory_), .policy = planner_.policy_bytes(), .scratch = planner_.scratch_bytes()};
     for (const Memory& m : memory_) {
       bytes.keys += m.keys.bytes(), bytes.values += m.values.bytes();
-      bytes.scratch += detail::heap_bytes(m.displaced);
+      bytes.scratch += detail::heap_bytes(m.displaced) + detail::heap_bytes(m.victims) + detail::heap_bytes(m.survivors);
     }
     return bytes;
   }
@@ -114,6 +114,7 @@ class KVCache {
   struct Memory {
     detail::AlignedArray<T> keys, values;  // (head_dim, capacity)
     std::vector<T> displaced;              // (head_dim, 2 * overwritten): keys and values that the open step overwrote
+    std::vector<Leaving::Columns> victims, survivors;  // of the open step, for on_evict
   };
   /// Takes the plan back unless the update got through.
   struct Rollback {
@@ -141,6 +142,7 @@ class KVCache {
     for (Index h = 0; h < shape().kv_heads; ++h) {
       reserve(h);
       memory(h).displaced.resize(static_cast<std::size_t>(2 * shape().head_dim * num_overwritten(h)));
+      if (planner_.handles_evictions()) memory(h).victims.reserve(slots_touched(h)), memory(h).survivors.reserve(slots_touched(h));
     }
     rollback.planner = nullptr;  // nothing below throws
     publish_vectors();
@@ -188,6 +190,7 @@ class KVCache {
     for (const Index slot : planner_.new_slots(kv_head)) n += slot < planner_.old_size(kv_head);
     return n;
   }
+  std::size_t slots_touched(Index kv_head) const { return static_cast<std::size_t>(std::max(size(kv_head), planner_.old_size(kv_head))); }
   /// Room for the planned slots. Geometric, and not past the budget unless the slots are.
   void reserve(Index kv_head) {
     const Index wanted = size(kv_head), now = capacity(kv_head);
@@ -236,6 +239,8 @@ class KVCache {
     planner_.choose_kept();
     std::vector<Memory> compacted(planner_.compacts() ? memory_.size() : 0);
     for (std::size_t h = 0; h < compacted.size(); ++h) gather(static_cast<Index>(h), compacted[h]);
+    for (Index h = 0; h < shape().kv_heads && planner_.handles_evictions(); ++h)
+      show_evicted(h, planner_.kept(h).empty() ? memory(h) : compacted[static_cast<std::size_t>(h)]);
     planner_.commit();
     for (std::size_t h = 0; h < compacted.size(); ++h)
       if (compacted[h].keys.size() > 0) std::swap(memory_[h], compacted[h]);
@@ -253,6 +258,31 @@ class KVCache {
       std::copy_n(m.keys.data() + slot * dim, dim, out.keys.data() + i * dim);
       std::copy_n(m.values.data() + slot * dim, dim, out.values.data() + i * dim);
     }
+  }
+
+  /// What goes and what stays, to the policy. @param survivors  where those are: a compaction has moved them already
+  void show_evicted(Index kv_head, Memory& survivors) {
+    const Index dim = shape().head_dim, old_size = planner_.old_size(kv_head);
+    const std::span<const Index> kept = planner_.kept(kv_head), new_slots = planner_.new_slots(kv_head), order = planner_.order(kv_head);
+    Memory& m = memory(kv_head);
+    const auto columns = [dim](Memory& of, Index slot) { return Leaving::Columns{of.keys.data() + slot * dim, of.values.data() + slot * dim}; };
+    m.victims.clear(), m.survivors.clear();
+    if (!kept.empty()) {
+      for (Index i = 0; i < std::ssize(kept); ++i) m.survivors.push_back(columns(survivors, i));
+      std::vector<bool> stays(slots_touched(kv_head));
+      for (const Index slot : kept) stays[static_cast<std::size_t>(slot)] = true;
+      for (Index slot = 0; slot < size(kv_head); ++slot)
+        if (!stays[static_cast<std::size_t>(slot)]) m.victims.push_back(columns(m, slot));
+    } else {
+      T* displaced = m.displaced.data();
+      for (const Index slot : new_slots)
+        if (slot < old_size) m.victims.push_back({displaced, displaced + dim}), displaced += 2 * dim;
+      const Index num_kept = order.empty() ? old_size : new_slots.empty() ? std::ssize(order) : new_slots.front();  // a bulk drop leaves these
+      for (Index slot = num_kept + (order.empty() ? 0 : std::ssize(m.victims)); slot < old_size; ++slot) m.victims.push_back(columns(m, slot));
+      for (Index slot = 0; slot < num_kept; ++slot)
+        if (std::find(new_slots.begin(), new_slots.end(), slot) == new_slots.end()) m.survivors.push_back(columns(survivors, slot));
+    }
+    if (!m.victims.empty()) planner_.on_evict(kv_head, Leaving(m.victims, m.survivors, dim, &detail::read_column<T>, &detail::write_column<T>));
   }
 
   SlotPlanner<P> planner_;

@@ -23,6 +23,7 @@
 //   reserve(kv_head, num_slots)                        a kv_head will have so many slots: allocate now, so that the hooks
 //                                                      below need not (they must not throw)
 //   on_insert(kv_head, slot, slots)                    a token entered a slot; state of its predecessor is void
+//   on_evict(kv_head, leaving)                         slots have gone, and can still be read; those that stay can be written
 //   on_gather(kv_head, kept)                           slots were compacted: new slot i was slot kept[i]
 //   on_prompt_end(kv_head)                             a prompt is over, compacted if it had to be: give memory back
 //   reset(shape)                                       forget everything; size the state for these heads
@@ -116,6 +117,44 @@ class SlotsView {
   ReadColumn read_ = nullptr;
 };
 
+/// The keys and values of one kv_head that go, and of those that stay, as on_evict() sees them. Columns are float32.
+class Leaving {
+ public:
+  using Read = SlotsView::ReadColumn;
+  using Write = void (*)(void* columns, Index head_dim, Index slot, const float* in);
+  /// Key and value columns, which lie anywhere.
+  struct Columns {
+    void* key;
+    void* value;
+  };
+
+  Leaving(std::span<const Columns> victims, std::span<const Columns> survivors, Index head_dim, Read read_column, Write write_column)
+      : victims_(victims), survivors_(survivors), head_dim_(head_dim), read_(read_column), write_(write_column) {}
+
+  Index num_victims() const { return std::ssize(victims_); }
+  Index num_survivors() const { return std::ssize(survivors_); }
+  Index head_dim() const { return head_dim_; }
+  /// @param out  (head_dim)
+  void read_victim(Index i, float* key, float* value) const { read(victims_[static_cast<std::size_t>(i)], key, value); }
+  void read_survivor(Index i, float* key, float* value) const { read(survivors_[static_cast<std::size_t>(i)], key, value); }
+  void write_survivor(Index i, const float* key, const float* value) const {
+    write_(survivors_[static_cast<std::size_t>(i)].key, head_dim_, 0, key);
+    write_(survivors_[static_cast<std::size_t>(i)].value, head_dim_, 0, value);
+  }
+
+ private:
+  /// A null pointer: not wanted.
+  void read(const Columns& columns, float* key, float* value) const {
+    if (key != nullptr) read_(columns.key, head_dim_, 0, key);
+    if (value != nullptr) read_(columns.value, head_dim_, 0, value);
+  }
+
+  std::span<const Columns> victims_, survivors_;
+  Index head_dim_;
+  Read read_;
+  Write write_;
+};
+
 /// Attention weights (post-softmax, float32) of consecutive queries of one kv_head: one contiguous column of weights
 /// over the slots per query. A slot that a query cannot see (its token came later) has weight 0.
 struct AttentionRows {
@@ -153,19 +192,17 @@ struct ColumnSums {
 struct QueryRows {
   using Columns = Eigen::Map<const Eigen::MatrixXf>;
 
-  Columns queries;                   ///< (head_dim, queries * group_size), a query's heads side by side
+  Columns queries;       ///< (head_dim, queries * group_size), a query's heads side by side
   Index group_size;
-  Index first_position;              ///< of the first query here; the others follow without a gap
-  StepInfo step;                     ///< the update they belong to
-  std::span<const Index> positions;  ///< (slots)
-  const Rope* rope;                  ///< the model's; null if the cache was not told
+  Index first_position;  ///< of the first query here; the others follow without a gap
+  StepInfo step;         ///< the update they belong to
+  SlotsView slots;       ///< of a prompt's tokens the last slots, in order
 
   Index num_queries() const { return queries.cols() / group_size; }
   /// These queries without the first `count`.
   QueryRows without_first(Index count) const {
     const Index skipped = count * group_size;
-    return {Columns(queries.data() + skipped * queries.rows(), queries.rows(), queries.cols() - skipped), group_size, first_position + count, step,
-            positions, rope};
+    return {Columns(queries.data() + skipped * queries.rows(), queries.rows(), queries.cols() - skipped), group_size, first_position + count, step, slots};
   }
 };
 
@@ -235,6 +272,8 @@ template <class P>
 concept TracksInserts = requires(P& policy, Index kv_head, Index slot, const SlotsView& slots) {
   policy.on_insert(kv_head, slot, slots);
 };
+template <class P>
+concept HandlesEvictions = requires(P& policy, Index kv_head, const Leaving& leaving) { policy.on_evict(kv_head, leaving); };
 template <class P>
 concept TracksGathers = requires(P& policy, Index kv_head, std::span<const Index> kept) { policy.on_gather(kv_head, kept); };
 template <class P>

@@ -25,26 +25,36 @@
 #include "kvsnip/policy/ada_kv.hpp"
 #include "kvsnip/policy/chain.hpp"
 #include "kvsnip/policy/chunk_kv.hpp"
+#include "kvsnip/policy/compactor.hpp"
 #include "kvsnip/policy/cur.hpp"
+#include "kvsnip/policy/expected_attention.hpp"
 #include "kvsnip/policy/finch.hpp"
 #include "kvsnip/policy/full.hpp"
+#include "kvsnip/policy/h2o.hpp"
 #include "kvsnip/policy/keep_it_odd.hpp"
 #include "kvsnip/policy/key_diff.hpp"
 #include "kvsnip/policy/key_norm.hpp"
 #include "kvsnip/policy/lag_kv.hpp"
+#include "kvsnip/policy/leverage_score.hpp"
+#include "kvsnip/policy/loss_estimate.hpp"
+#include "kvsnip/policy/merging.hpp"
+#include "kvsnip/policy/non_causal_attention.hpp"
 #include "kvsnip/policy/periodic.hpp"
+#include "kvsnip/policy/r_kv.hpp"
 #include "kvsnip/policy/random.hpp"
 #include "kvsnip/policy/scissorhands.hpp"
+#include "kvsnip/policy/sim_layer_kv.hpp"
 #include "kvsnip/policy/snapkv.hpp"
 #include "kvsnip/policy/streaming_llm.hpp"
+#include "kvsnip/policy/tova.hpp"
 
 namespace kvsnip {
 
-/// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, and if it has options, an
-/// `Options` with each().
-using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV,
-                                      KeyNorm, Random, KeepItOdd, KeyDiff,
-                                      CUR, LagKV, Finch>;
+/// Every policy that a spec can name. A new policy is one more entry here; it has a `name`, says what it `needs`, may name a
+/// `paper`, and if it has options, has an `Options` with each().
+using RegisteredPolicies = std::tuple<Full, StreamingLLM, Scissorhands, SnapKV, H2O, TOVA,
+                                      KeyNorm, Random, KeepItOdd, KeyDiff, CUR, LagKV, Finch,
+                                      LeverageScore, NonCausalAttention, Compactor, ExpectedAttention, RKV, SimLayerKV>;
 
 class AnyPolicy;
 /// The spec that makes a policy: its name and the options that are not the default; "custom" for a user's own.
@@ -95,6 +105,8 @@ class AnyPolicy {
   void observe(Index kv_head, const AttentionRows& rows) { policy_->observe(kv_head, rows); }
   void reserve(Index kv_head, Index num_slots) { policy_->reserve(kv_head, num_slots); }
   void on_insert(Index kv_head, Index slot, const SlotsView& slots) { policy_->on_insert(kv_head, slot, slots); }
+  bool handles_evictions() const { return policy_->handles_evictions(); }
+  void on_evict(Index kv_head, const Leaving& leaving) { policy_->on_evict(kv_head, leaving); }
   void on_gather(Index kv_head, std::span<const Index> kept) { policy_->on_gather(kv_head, kept); }
   void on_prompt_end(Index kv_head) { policy_->on_prompt_end(kv_head); }
   void reset(const Shape& shape) { policy_->reset(shape); }
@@ -134,6 +146,8 @@ class AnyPolicy {
     virtual void observe(Index kv_head, const AttentionRows&) = 0;
     virtual void reserve(Index kv_head, Index num_slots) = 0;
     virtual void on_insert(Index kv_head, Index slot, const SlotsView&) = 0;
+    virtual bool handles_evictions() const = 0;
+    virtual void on_evict(Index kv_head, const Leaving& leaving) = 0;
     virtual void on_gather(Index kv_head, std::span<const Index> kept) = 0;
     virtual void on_prompt_end(Index kv_head) = 0;
     virtual void reset(const Shape&) = 0;
@@ -165,6 +179,8 @@ class AnyPolicy {
     void observe(Index kv_head, const AttentionRows& rows) override { hooks::observe(policy, kv_head, rows); }
     void reserve(Index kv_head, Index num_slots) override { hooks::reserve(policy, kv_head, num_slots); }
     void on_insert(Index kv_head, Index slot, const SlotsView& slots) override { hooks::on_insert(policy, kv_head, slot, slots); }
+    bool handles_evictions() const override { return hooks::handles_evictions(policy); }
+    void on_evict(Index kv_head, const Leaving& leaving) override { hooks::on_evict(policy, kv_head, leaving); }
     void on_gather(Index kv_head, std::span<const Index> kept) override { hooks::on_gather(policy, kv_head, kept); }
     void on_prompt_end(Index kv_head) override { hooks::on_prompt_end(policy, kv_head); }
     void reset(const Shape& shape) override { hooks::reset(policy, shape); }
@@ -179,7 +195,7 @@ static_assert(Policy<AnyPolicy> && ScoresSlots<AnyPolicy> && ObservesAttention<A
 inline std::string to_string(const AnyPolicy& policy) { return policy.policy_->spec(); }
 
 /// Every decorator that a spec can name, around any policy.
-using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, Periodic<AnyPolicy>>;
+using RegisteredDecorators = std::tuple<AdaKV<AnyPolicy>, ChunkKV<AnyPolicy>, LossEstimate<AnyPolicy>, Merging<AnyPolicy>, Periodic<AnyPolicy>>;
 
 namespace detail {
 
@@ -277,7 +293,9 @@ AnyPolicy parse_policy(std::string_view arguments) {
   if constexpr (requires(const P& policy) { policy.inner(); }) {
     require(!arguments.empty(), "make_policy: ", P::name, " needs a policy to decorate: ", P::name, "(snapkv)");
     AnyPolicy inner = make_policy(take_until(arguments, ','));
-    return AnyPolicy(P(std::move(inner), parse_options<typename P::Options>(arguments)));
+    if constexpr (requires { typename P::Options; }) return AnyPolicy(P(std::move(inner), parse_options<typename P::Options>(arguments)));
+    if (!arguments.empty()) unknown_word("option", take_until(arguments, '='), {});
+    return AnyPolicy(P(std::move(inner)));
   } else if constexpr (requires { typename P::Options; }) {
     return AnyPolicy(P(parse_options<typename P::Options>(arguments)));
   } else {
@@ -325,6 +343,8 @@ std::string spec_of(const P& policy) {
     });
     if constexpr (requires { policy.inner(); }) list.insert(0, spec_of(policy.inner()) + (list.empty() ? "" : ", "));
     return std::string(P::name) + (list.empty() ? "" : "(" + list + ")");
+  } else if constexpr (requires { P::name, policy.inner(); }) {
+    return std::string(P::name) + "(" + spec_of(policy.inner()) + ")";
   } else if constexpr (requires { P::name; }) {
     return std::string(P::name);
   } else {
@@ -340,10 +360,34 @@ inline AnyPolicy make_policy(std::string_view spec) {
   return AnyPolicy(Chain<AnyPolicy, AnyPolicy>(detail::parse_one(detail::trim(first)), make_policy(spec.substr(first.size() + 1))));
 }
 
-/// A cache whose policy is chosen by name.
+/// A policy or decorator that a spec can name.
+struct PolicyInfo {
+  std::string_view name;
+  std::string_view paper;  ///< "arXiv:2404.14469", or empty
+  std::string_view needs;  ///< what it looks at
+  bool decorates = false;  ///< its first argument is a policy
+  std::string defaults;    ///< its options with their default values, as a spec would write them: "num_sinks=4, recent_window=10"
+};
+inline std::vector<PolicyInfo> policies() {
+  std::vector<PolicyInfo> result;
+  detail::for_each_registered([&]<class P>(const P*) {
+    PolicyInfo info{P::name, {}, P::needs, requires(const P& policy) { policy.inner(); }, {}};
+    if constexpr (requires { P::paper; }) info.paper = P::paper;
+    if constexpr (requires { typename P::Options; }) {
+      typename P::Options options;
+      P::Options::each(options, [&](std::string_view field, const auto& value) {
+        info.defaults.append(info.defaults.empty() ? "" : ", ").append(field).append("=").append(detail::value_to_string(value));
+      });
+    }
+    result.push_back(std::move(info));
+  });
+  return result;
+}
+
+/// A cache whose policy is chosen by name. @param rope  the model's, for policies that need it
 template <StorageScalar T>
-KVCache<T, AnyPolicy> make_cache(std::string_view spec, const Shape& shape, Index budget) {
-  return KVCache<T, AnyPolicy>(shape, budget, make_policy(spec));
+KVCache<T, AnyPolicy> make_cache(std::string_view spec, const Shape& shape, Index budget, Rope rope = {}) {
+  return KVCache<T, AnyPolicy>(shape, budget, make_policy(spec), std::move(rope));
 }
 
 }  // namespace kvsnip

@@ -17,6 +17,7 @@
 
 #include "kvsnip/detail/check_budget.hpp"
 #include "kvsnip/detail/head_books.hpp"
+#include "kvsnip/detail/layer_scores.hpp"
 #include "kvsnip/detail/step_state.hpp"
 #include "kvsnip/detail/require.hpp"
 #include "kvsnip/detail/row_intake.hpp"
@@ -92,7 +93,7 @@ class SlotPlanner {
     const Index wanted_rows = std::clamp<Index>(hooks::wanted_rows(policy_, step), 0, num_tokens);
     const Index wanted_queries = std::clamp<Index>(hooks::wanted_queries(policy_, step), 0, num_tokens);
     const bool wants_sums = hooks::wants_column_sums(policy_, step);
-    layer_is_scored_ = false;
+    scores_.begin();
     for (Index h = 0; h < shape_.kv_heads; ++h) choose_victims(h, step);
     for (Index h = 0; h < shape_.kv_heads; ++h)
       hooks::reserve(policy_, h, size(h) + num_tokens - static_cast<Index>(head(h).books.victims.size()));
@@ -106,7 +107,7 @@ class SlotPlanner {
       head.rows.begin(wants_);
       head.inserted = head.ended = false, head.next_budget = head.budget;
     }
-    state_.open(shape_.kv_heads, compacts_ || wants_ != detail::Wants{});
+    state_.open(shape_.kv_heads, compacts_ || wants_ != detail::Wants{} || handles_evictions());
   }
 
   // --- the open step; different kv_heads may be served from different threads
@@ -165,6 +166,9 @@ class SlotPlanner {
     rows_to_come(kv_head, mean.cols()).keep(mean, 1, wants_.rows, false);
     return end_if_complete(kv_head);
   }
+  /// The policy wants to see what goes: a step must be ended even if nothing else is wanted.
+  bool handles_evictions() const { return hooks::handles_evictions(policy_); }
+  void on_evict(Index kv_head, const Leaving& leaving) { hooks::on_evict(policy_, kv_head, leaving); }
   bool wants_query_heads() const { return hooks::wants_query_heads(policy_); }
   /// The weights of one kv_head summed over all queries of the step: (size, group_size), a query head a column.
   /// @return whether the step's last head ended
@@ -216,7 +220,7 @@ class SlotPlanner {
   /// nothing, commit() tells the policy and closes the step.
   void choose_kept() {
     if (!compacts_) return;
-    layer_is_scored_ = false;
+    scores_.begin();
     if (hooks::shares_budget(policy_)) share_budget();
     for (Index h = 0; h < shape_.kv_heads; ++h)
       if (size(h) > head(h).next_budget) choose_kept(h);
@@ -228,7 +232,7 @@ class SlotPlanner {
   void commit() {
     for (Index h = 0; h < shape_.kv_heads; ++h) tell_policy(h);
     for (Head& head : heads_) head.books.commit(), head.budget = head.next_budget;  // does not throw; if the policy did, a prompt can still be abandoned
-    if (compacts_) scores_.clear(), scores_.shrink_to_fit(), candidates_ = {};
+    if (compacts_) scores_ = {};
     close();
   }
   /// Take the open step back: positions, queue, sequence and policy are as before plan().
@@ -261,8 +265,7 @@ class SlotPlanner {
   }
   Index policy_bytes() const { return hooks::bytes(policy_) + (saved_policy_ ? hooks::bytes(*saved_policy_) : 0); }
   Index scratch_bytes() const {
-    Index bytes = detail::heap_bytes(scores_) + detail::heap_bytes(newest_) + detail::heap_bytes(candidates_) + detail::heap_bytes(views_) + detail::heap_bytes(outs_);
-    for (const std::vector<float>& scores : scores_) bytes += detail::heap_bytes(scores);
+    Index bytes = scores_.bytes() + detail::heap_bytes(newest_) + detail::heap_bytes(rope_.inv_freq);
     for (const Head& head : heads_) bytes += head.books.scratch_bytes() + head.rows.bytes();
     return bytes;
   }
@@ -331,38 +334,12 @@ class SlotPlanner {
   Index newest_from(const detail::HeadBooks& books, Index count) { return detail::newest_from(books.positions, count, sequence_.next_position, newest_); }
 
   // --- choices
-  /// (slots) The policy's scores of one kv_head. All are scored at once, when the first one is asked for since plan() or
-  /// choose_kept() began, where the policy looks at them together.
   std::span<float> score(Index kv_head, Phase phase) {
-    const bool by_layer = hooks::scores_layer(policy_, phase), together = by_layer || (phase != Phase::decode && hooks::shares_budget(policy_));
-    const Index first = together ? 0 : kv_head, end = together ? shape_.kv_heads : kv_head + 1;
-    if (together && std::exchange(layer_is_scored_, true)) return scores_[static_cast<std::size_t>(kv_head)];
-    scores_.resize(std::max(scores_.size(), static_cast<std::size_t>(end - first)));
-    views_.clear(), outs_.clear();
-    for (Index h = first; h < end; ++h) {
-      std::vector<float>& scores = scores_[static_cast<std::size_t>(h - first)];
-      scores.resize(head(h).books.positions.size());
-      views_.push_back(slots_view(head(h), phase)), outs_.emplace_back(scores);
-      if (!by_layer) hooks::score(policy_, h, views_.back(), outs_.back());
-    }
-    if (by_layer) hooks::score_layer(policy_, std::span<const SlotsView>(views_), std::span<const std::span<float>>(outs_));
-    for (Index h = first; h < end; ++h) require_no_nan(h, outs_[static_cast<std::size_t>(h - first)]);
-    return outs_[static_cast<std::size_t>(kv_head - first)];
+    return scores_.of(policy_, kv_head, shape_.kv_heads, phase, [&](Index h) { return slots_view(head(h), phase); });
   }
-  void require_no_nan(Index kv_head, std::span<const float> scores) const {
-    const Index nan = detail::first_nan(scores.data(), std::ssize(scores));
-    detail::require_state(nan < 0, "score: the policy returned NaN for kv_head ", kv_head, ", position ", nan < 0 ? 0 : positions(kv_head)[static_cast<std::size_t>(nan)]);
-  }
-  /// Scores once more, where the policy looks at the choice itself. @param num_gone  of the candidates
   template <class Candidate>
   void refine(Index kv_head, Phase phase, Index num_gone, Candidate is_candidate, std::span<float> scores) {
-    if (!hooks::refines(policy_, phase)) return;
-    candidates_.clear();
-    for (Index slot = 0; slot < std::ssize(scores); ++slot)
-      if (is_candidate(slot)) candidates_.push_back(slot);
-    const Choice choice{candidates_, std::max<Index>(std::ssize(candidates_) - num_gone, 0)};
-    hooks::refine(policy_, kv_head, slots_view(head(kv_head), phase), choice, scores);
-    require_no_nan(kv_head, scores);
+    scores_.refine(policy_, kv_head, slots_view(head(kv_head), phase), num_gone, is_candidate, scores);
   }
   /// Lowest score first; of equals the older position.
   static auto goes_before(std::span<const float> scores, std::span<const Index> positions) {
@@ -472,7 +449,7 @@ class SlotPlanner {
   }
   void observe_queries(Index kv_head, const QueryRows::Columns& queries) {
     const Index group = shape_.group_size();
-    hooks::observe_queries(policy_, kv_head, QueryRows{queries, group, sequence_.next_position - queries.cols() / group, step_, positions(kv_head), known_rope()});
+    hooks::observe_queries(policy_, kv_head, QueryRows{queries, group, sequence_.next_position - queries.cols() / group, step_, slots_view(head(kv_head), step_.phase)});
   }
   const Rope* known_rope() const { return rope_.is_known() ? &rope_ : nullptr; }
   /// Tell the policy, once, which slots the new tokens are in.
@@ -517,11 +494,8 @@ class SlotPlanner {
   bool compacts_ = false;
   detail::StepState state_;
   std::optional<P> saved_policy_;  // of a prompt, to take it back
-  std::vector<std::vector<float>> scores_;  // scratch: (slots) of one kv_head, or of each if the policy scores them together
-  bool layer_is_scored_ = false;            // likewise: they hold this step's
-  std::vector<SlotsView> views_;            // scratch: (kv_heads)
-  std::vector<std::span<float>> outs_;      // scratch: (kv_heads)
-  std::vector<Index> newest_, candidates_;  // scratch: (slots)
+  detail::LayerScores scores_;     // scratch
+  std::vector<Index> newest_;      // scratch: (slots)
 };
 
 }  // namespace kvsnip

@@ -52,7 +52,8 @@ class Dictated : public RecordScores<P> {
     const kvsnip::Protection p = this->protection(slots.phase);
     std::vector<Index> newest(slots.positions.begin(), slots.positions.end());
     std::sort(newest.begin(), newest.end(), std::greater<>());
-    const Index recents = std::min<Index>(std::max<Index>(p.recent_window - 1, 0), slots.size());  // one token comes, or is to come
+    const Index window = slots.phase == kvsnip::Phase::decode ? 0 : p.observation_window;
+    const Index recents = std::min<Index>(std::max(p.recent_window - 1, window), slots.size());  // one token comes, or is to come
     float best_gone = -std::numeric_limits<float>::infinity(), worst_kept = std::numeric_limits<float>::infinity();
     for (std::size_t slot = 0; slot < goes.size(); ++slot) {
       const Index position = slots.positions[slot];

@@ -68,13 +68,13 @@ inline Eigen::MatrixXf random_keys(const Shape& shape, Index tokens) {
   return Random(1).matrix(shape.kv_heads * shape.head_dim, tokens);
 }
 
-/// A prompt whose wanted rows come from the case's queries, the last of the prompt.
+/// A prompt whose wanted rows come from the case's queries, the last of the prompt (all, if sums over all are wanted).
 template <class P>
 RowsCache<P> run_on_queries(const Shape& shape, Index budget, const P& policy, const Eigen::MatrixXf& keys,
                             const Array<float>& queries) {
   RowsCache<P> cache(shape, budget, RecordScores<P>(policy));
   auto step = cache.update(keys, keys);
-  const Index wanted = step.wanted_rows();
+  const Index wanted = step.wants_column_sums() ? queries.dim(1) : step.wanted_rows();
   for (Index h = 0; h < shape.kv_heads; ++h) {
     if (wanted > 0)
       step.on_queries(h, side_by_side(queries, h, wanted, shape.group_size()));
@@ -83,7 +83,8 @@ RowsCache<P> run_on_queries(const Shape& shape, Index budget, const P& policy, c
   }
   return cache;
 }
-/// A prompt whose wanted rows come from the case's weights [query_heads, rows, prompt], of which the last are taken.
+/// A prompt whose wanted rows come from the case's weights [query_heads, rows, prompt], of which the last are taken, and all
+/// are summed.
 template <class P>
 RowsCache<P> run_on_attention(const Shape& shape, Index budget, const P& policy, const Array<float>& attention) {
   const Index prompt = attention.dim(2), group = shape.group_size();
@@ -91,10 +92,15 @@ RowsCache<P> run_on_attention(const Shape& shape, Index budget, const P& policy,
   const Eigen::MatrixXf keys = random_keys(shape, prompt);
   auto step = cache.update(keys, keys);
   const Index wanted = step.wanted_rows();
+  const bool wants_sums = step.wants_column_sums();
   for (Index h = 0; h < shape.kv_heads; ++h) {
+    if (wants_sums) {
+      const Eigen::MatrixXf rows = side_by_side(attention, h, attention.dim(1), group);
+      step.on_column_sums(h, rows.reshaped(prompt * group, attention.dim(1)).rowwise().sum().reshaped(prompt, group));
+    }
     if (wanted > 0)
       step.on_attention(h, side_by_side(attention, h, wanted, group));
-    else
+    else if (!wants_sums)
       step.done(h);
   }
   return cache;

@@ -73,8 +73,11 @@ class Layer {
   virtual Index num_queries() const = 0;
   virtual Index first_position() const = 0;
   virtual Index wanted_rows() const = 0;
+  virtual Index wanted_queries() const = 0;
+  virtual bool wants_column_sums() const = 0;
   virtual void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for = serially) = 0;
   virtual void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) = 0;
+  virtual void on_column_sums(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& sums) = 0;
   virtual void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) = 0;
   virtual void done(Index kv_head) = 0;
   virtual void abandon() = 0;
@@ -105,6 +108,8 @@ struct Promise {
   Index kept_of_prompt = 0;   ///< newest positions that a compaction keeps
   Index recent_window = 0;    ///< newest positions that survive a decode step
   bool drops_in_bulk = false;
+  bool grows = false;         ///< some kv_head keeps everything
+  bool merges = false;        ///< what goes into what stays: keys and values are not those of the tokens
   bool allocates = false;     ///< when it makes a choice while decoding
   bool heads_alike = true;    ///< the same tokens would be treated alike by every kv_head
 };

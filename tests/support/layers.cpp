@@ -43,7 +43,7 @@ class LayerOf final : public Layer {
   using Cache = kvsnip::KVCache<T, P>;
 
  public:
-  LayerOf(const Shape& shape, Index budget, P policy) : cache_(shape, budget, std::move(policy)) {}
+  LayerOf(const Shape& shape, Index budget, P policy) : cache_(shape, budget, std::move(policy), kvsnip::Rope::standard(shape.head_dim, kvsnip::Rope::Pairing::half_split)) {}
   std::unique_ptr<Layer> clone() const override { return std::unique_ptr<Layer>(new LayerOf(cache_)); }
 
   const Shape& shape() const override { return cache_.shape(); }
@@ -70,10 +70,13 @@ class LayerOf final : public Layer {
   Index num_queries() const override { return step_->num_queries(); }
   Index first_position() const override { return step_->first_position(); }
   Index wanted_rows() const override { return step_->wanted_rows(); }
+  Index wanted_queries() const override { return step_->wanted_queries(); }
+  bool wants_column_sums() const override { return step_->wants_column_sums(); }
   void attend(const Eigen::Ref<const Eigen::MatrixXf>& q, Eigen::Ref<Eigen::MatrixXf> out, const ParallelFor& parallel_for) override {
     kvsnip::attend(*step_, q, out, parallel_for);
   }
   void on_attention(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& weights) override { step_->on_attention(kv_head, weights); }
+  void on_column_sums(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& sums) override { step_->on_column_sums(kv_head, sums); }
   void on_queries(Index kv_head, const Eigen::Ref<const Eigen::MatrixXf>& q) override { step_->on_queries(kv_head, q); }
   void done(Index kv_head) override { step_->done(kv_head); }
   void abandon() override { step_->abandon(); }
@@ -105,6 +108,16 @@ PolicyCase with_filters(const std::string& type, const Promise& promise) {
   return {type + ", QFilter", type, "custom", [type](const Shape& shape, Index budget) { return make_layer(type, q_filter(shape), shape, budget); }, promise};
 }
 
+/// The first kv_head streams, the others keep everything.
+PolicyCase with_retrieval_heads(const std::string& type) {
+  const auto make = [type](const Shape& shape, Index budget) {
+    std::vector<bool> is_retrieval_head(static_cast<std::size_t>(shape.kv_heads), true);
+    is_retrieval_head.front() = false;
+    return make_layer(type, kvsnip::AnyPolicy(kvsnip::DuoAttention(is_retrieval_head, {.num_sinks = 2})), shape, budget);
+  };
+  return {type + ", DuoAttention", type, "custom", make, {.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1, .grows = true, .heads_alike = false}};
+}
+
 std::vector<PolicyCase> list_policies() {
   using namespace kvsnip;
   const StreamingLLM streaming_llm{{.num_sinks = 2}};
@@ -120,6 +133,9 @@ std::vector<PolicyCase> list_policies() {
   const Finch finch{{.observation_window = 5, .num_sinks = 1}};
   const kvsnip::Random random{{.seed = 5, .num_sinks = 2, .recent_window = 4}};  // not test::Random
   const KeepItOdd keep_it_odd{{.num_sinks = 2, .recent_window = 4, .refill_interval = 2}};
+  const H2O h2o{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
+  const H2O h2o_of_rows{{.score = H2O::Score::mean, .history_window = 7, .decay = 0.9, .threshold = true, .num_sinks = 2, .recent_window = 4}};
+  const H2O heavy_hitter{{.score = H2O::Score::mean, .prompt_as_one_row = true, .num_sinks = 2, .recent_window = 4, .refill_interval = 3}};
 
   const Promise keeps_all{.evicts_prompt = false, .evicts_decode = false};
   const Promise keeps_newest{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 1};
@@ -127,6 +143,7 @@ std::vector<PolicyCase> list_policies() {
   const Promise keeps_recents_in_bulk{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .drops_in_bulk = true};
   const Promise keeps_recents_by_head{.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .heads_alike = false};
   const Promise keeps_window{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5};
+  const Promise keeps_window_by_head{.evicts_decode = false, .prompt_sinks = 1, .kept_of_prompt = 5, .heads_alike = false};
   const Promise window_then_recents{.prompt_sinks = 1, .decode_sinks = 2, .kept_of_prompt = 5, .recent_window = 4};
   const Promise newest_then_recents{.prompt_sinks = 2, .decode_sinks = 2, .recent_window = 4, .drops_in_bulk = true};
 
@@ -155,11 +172,24 @@ std::vector<PolicyCase> list_policies() {
     add(finch, keeps_window);
     add(random, keeps_recents_by_head);
     add(keep_it_odd, keeps_recents);
+    add(h2o, keeps_recents);
+    add(h2o_of_rows, keeps_recents);
+    add(Chain{snapkv, heavy_hitter}, window_then_recents);
     add(Chain{snapkv, fraction}, window_then_recents);
     add(Chain{AdaKV<SnapKV>(snapkv), fraction}, window_then_recents);
     add(ChunkKV<KeyNorm>(key_norm, {.chunk_length = 3}), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .heads_alike = false});
     add(Periodic<SnapKV>(snapkv, {.interval = 4}),
         {.prompt_sinks = 1, .decode_sinks = 1, .kept_of_prompt = 5, .recent_window = 6, .drops_in_bulk = true, .allocates = true});
+    add(Merging<KeyNorm>(key_norm), {.prompt_sinks = 2, .decode_sinks = 2, .kept_of_prompt = 3, .recent_window = 4, .merges = true});
+    add(LossEstimate<KeyNorm>(key_norm), keeps_recents);
+    add(TOVA{{.num_sinks = 2, .recent_window = 4, .refill_interval = 3}}, keeps_recents);
+    add(LeverageScore{{.num_sinks = 1, .recent_window = 6}}, keeps_window_by_head);
+    add(NonCausalAttention{{.chunk_size = 7, .num_sinks = 1, .recent_window = 6}}, keeps_window);
+    add(Compactor{{.chunk_size = 16, .num_sinks = 1, .recent_window = 6}}, keeps_window_by_head);
+    add(ExpectedAttention{{.num_future_positions = 9, .num_sinks = 1, .recent_window = 6}}, keeps_window);
+    add(RKV{{.observation_window = 5, .kernel_size = 3, .num_sinks = 1}}, keeps_window);
+    add(SimLayerKV{{.num_sinks = 2, .recent_window = 4, .threshold = 0}}, keeps_recents);  // lazy whatever it sees
+    policies.push_back(with_retrieval_heads(type));
     add(Chain{streaming_llm, count}, newest_then_recents);
   }
   return policies;

@@ -42,36 +42,36 @@ class DecodeRecord {
   void keep(const QueryRows& queries) {
     for (Index j = 0; j < queries.num_queries(); ++j)
       all_queries().middleCols(num_queries_++ % query_capacity() * group_size_, group_size_) = queries.queries.middleCols(j * group_size_, group_size_);
-    last_position_ = queries.step.last_position(), rope_ = queries.rope;
+    last_position_ = queries.step.last_position();
   }
   /// Slots were compacted: new slot i was slot kept[i].
   void gather(std::span<const Index> kept) {
     for (Index row = 0; row < std::min(num_rows_, capacity()); ++row) {
       Index& length = lengths_[static_cast<std::size_t>(row)];
       all_rows().block(length, row * columns_, slots_ - length, columns_).setZero();  // a later slot got nothing
-      for (Index c = row * columns_; c < (row + 1) * columns_; ++c) permute_columns(rows_.data() + c * slots_, 1, kept);
+      for (Index c = row * columns_; c < (row + 1) * columns_; ++c) gather_in_place(rows_.data() + c * slots_, kept);
       length = std::ssize(kept);
     }
   }
   /// Everything that is kept, as the end of a prompt of `num_queries` tokens.
   template <Policy P>
-  void replay(P& policy, Index kv_head, std::span<const Index> positions, Index num_queries) const {
+  void replay(P& policy, Index kv_head, const SlotsView& slots, Index num_queries) const {
     const StepInfo step{Phase::long_prompt, last_position_ - num_queries + 1, num_queries};
     if (const Index n = std::min(num_queries_, query_capacity()); n > 0) {
       Eigen::MatrixXf queries(head_dim_, n * group_size_);
       for (Index j = 0; j < n; ++j)
         queries.middleCols(j * group_size_, group_size_) = all_queries().middleCols((num_queries_ - n + j) % query_capacity() * group_size_, group_size_);
-      hooks::observe_queries(policy, kv_head, QueryRows{{queries.data(), queries.rows(), queries.cols()}, group_size_, last_position_ - n + 1, step, positions, rope_});
+      hooks::observe_queries(policy, kv_head, QueryRows{{queries.data(), queries.rows(), queries.cols()}, group_size_, last_position_ - n + 1, step, slots});
     }
     if (const Index n = std::min(num_rows_, capacity()); n > 0) {
-      Eigen::MatrixXf rows = Eigen::MatrixXf::Zero(std::ssize(positions), n * columns_), mean(rows.rows(), n);
+      Eigen::MatrixXf rows = Eigen::MatrixXf::Zero(slots.size(), n * columns_), mean(rows.rows(), n);
       for (Index j = 0; j < n; ++j) {
         const Index row = (num_rows_ - n + j) % capacity(), length = lengths_[static_cast<std::size_t>(row)];
         rows.block(0, j * columns_, length, columns_) = all_rows().block(0, row * columns_, length, columns_);
         mean.col(j) = rows.middleCols(j * columns_, columns_).rowwise().mean();
       }
       const auto view = [](const Eigen::MatrixXf& m) { return AttentionRows::Weights(m.data(), m.rows(), m.cols(), Eigen::OuterStride<>(m.rows())); };
-      hooks::observe(policy, kv_head, AttentionRows{view(mean), view(rows), last_position_ - n + 1, step, positions});
+      hooks::observe(policy, kv_head, AttentionRows{view(mean), view(rows), last_position_ - n + 1, step, slots.positions});
     }
   }
   Index bytes() const { return heap_bytes(rows_) + heap_bytes(queries_) + heap_bytes(lengths_); }
@@ -89,7 +89,6 @@ class DecodeRecord {
   std::vector<float> rows_;     // (slots, rows * columns), a ring
   std::vector<float> queries_;  // (head_dim, queries * group_size), a ring
   Index num_rows_ = 0, num_queries_ = 0, last_position_ = 0;
-  const Rope* rope_ = nullptr;
 };
 
 }  // namespace kvsnip::detail

@@ -41,6 +41,8 @@ class Decorator {
 
   void reserve(Index kv_head, Index num_slots) { hooks::reserve(inner_, kv_head, num_slots); }
   void on_insert(Index kv_head, Index slot, const SlotsView& slots) { hooks::on_insert(inner_, kv_head, slot, slots); }
+  bool handles_evictions() const { return hooks::handles_evictions(inner_); }
+  void on_evict(Index kv_head, const Leaving& leaving) { hooks::on_evict(inner_, kv_head, leaving); }
   void on_gather(Index kv_head, std::span<const Index> kept) { hooks::on_gather(inner_, kv_head, kept); }
   void on_prompt_end(Index kv_head) { hooks::on_prompt_end(inner_, kv_head); }
   void reset(const Shape& shape) { hooks::reset(inner_, shape); }

@@ -100,6 +100,12 @@ void read_column(const void* columns, Index head_dim, Index slot, float* out) {
   convert(static_cast<const T*>(columns) + slot * head_dim, head_dim, out);
 }
 
+/// Leaving::Write for columns of T.
+template <class T>
+void write_column(void* columns, Index head_dim, Index slot, const float* in) {
+  convert(in, head_dim, static_cast<T*>(columns) + slot * head_dim);
+}
+
 /// Lane i of packet k becomes lane k of packet i.
 template <class P, std::size_t N>
 void transpose(P (&x)[N]) {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <span>
 #include <vector>
 
@@ -62,6 +63,16 @@ void select_kept(std::span<const Index> positions, Index budget, Protected is_pr
   std::nth_element(others.begin(), end, others.end(), better);
   kept.insert(kept.end(), others.begin(), end);
   std::sort(kept.begin(), kept.end(), [&](Index a, Index b) { return positions[static_cast<std::size_t>(a)] < positions[static_cast<std::size_t>(b)]; });
+}
+
+/// The slots but for the `first` and the `last` of them by position, in ascending position.
+inline std::vector<Index> middle(std::span<const Index> positions, Index first, Index last) {
+  std::vector<Index> slots(positions.size());
+  std::iota(slots.begin(), slots.end(), Index{0});
+  if (!std::is_sorted(positions.begin(), positions.end()))  // only where decoding has overwritten slots
+    std::sort(slots.begin(), slots.end(), [&](Index a, Index b) { return positions[static_cast<std::size_t>(a)] < positions[static_cast<std::size_t>(b)]; });
+  const Index size = std::ssize(slots), begin = std::clamp<Index>(first, 0, size);
+  return {slots.begin() + begin, slots.end() - std::clamp<Index>(last, 0, size - begin)};
 }
 
 /// Shares that are below their least are raised to it; the largest ones pay, one place each in turn, if they can.

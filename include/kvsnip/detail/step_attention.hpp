@@ -20,12 +20,11 @@ StoredHead<typename Step::Scalar> stored_head(const Step& step, Index kv_head) {
   return {step.keys(kv_head).data(), step.values(kv_head).data(), step.size(kv_head), step.shape().head_dim, step.shape().group_size()};
 }
 
-/// Whether the prefill kernel serves the step: its queries are many, and in the last slots in order. That not all of them
-/// may be wanted does not matter: attend and on_queries give the policy the same bits.
+/// Whether the prefill kernel serves the step: its queries are many, and in the last slots in order. What is wanted of them
+/// does not matter: the outputs are the same bits whatever the policy, and so are weights from attend and from on_queries.
 template <class Step>
 bool is_prefill(const Step& step) {
   const Index queries = step.num_queries();
-  if (step.wants_column_sums()) return true;  // a prompt's
   if (queries * step.shape().group_size() <= panel_columns / 2) return false;
   for (Index h = 0; h < step.shape().kv_heads; ++h)
     for (Index j = 1; j <= queries; ++j)
@@ -38,6 +37,17 @@ template <class Step, class Tile>
 void hand_over(Step& step, Index kv_head, Tile&& tile, Index first, Index queries) {
   if (step.wants_query_heads()) step.accept(kv_head, tile.rows(first, false), (queries - first) * step.shape().group_size());
   else step.accept_mean(kv_head, tile.rows(first, true), queries - first);
+}
+/// Likewise of a prompt's only tile, and then the sums over all of its rows.
+template <class Step, class Tile>
+void hand_over_sums(Step& step, Index kv_head, Tile&& tile, Index first, Index queries) {
+  const bool mean = !step.wants_query_heads();
+  const Index slots = step.size(kv_head), columns = mean ? 1 : step.shape().group_size();
+  const float* rows = tile.rows(0, mean);
+  const Eigen::VectorXf sums = Eigen::Map<const Eigen::MatrixXf>(rows, slots, queries * columns).rowwise().sum() / static_cast<float>(columns);
+  if (first < queries && mean) step.accept_mean(kv_head, rows + first * slots, queries - first);
+  else if (first < queries) step.accept(kv_head, rows + first * columns * slots, (queries - first) * columns);
+  step.accept_column_sums(kv_head, sums.data());
 }
 
 /// A tile of a prompt's queries [first, first + count). @param set_query  (tile, j, query) gives it query `query` as its j-th
@@ -96,6 +106,7 @@ void attend_tokens(Step& step, const Q& q, Out& out, ParallelFor& parallel_for, 
   using Tile = DecodeTile<typename Step::Scalar>;
   const Shape shape = step.shape();
   const Index queries = step.num_queries(), first_wanted = queries - step.wanted_rows(), rows = shape.group_size() * shape.head_dim;
+  const bool wants_sums = step.wants_column_sums();  // of a prompt so short that one tile has it
   for (Index first = 0; first < queries; first += decode_tile_queries) {
     const Index count = std::min(decode_tile_queries, queries - first);
     Index size = 0, parts = 1;
@@ -117,7 +128,8 @@ void attend_tokens(Step& step, const Q& q, Out& out, ParallelFor& parallel_for, 
       tile(h).merge();
       for (Index j = 0; j < count; ++j) tile(h).output(j, out.col(first + j).data() + h * rows);
       const Index unwanted = std::max<Index>(first_wanted - first, 0);  // of this tile
-      if (end_heads && unwanted < count) hand_over(step, h, tile(h), unwanted, count);
+      if (end_heads && wants_sums) hand_over_sums(step, h, tile(h), unwanted, count);
+      else if (end_heads && unwanted < count) hand_over(step, h, tile(h), unwanted, count);
     };
     if (parts == 1) {
       parallel_for(shape.kv_heads, [&](Index h) { begin(h), run(h, 0), end(h); });
@@ -168,6 +180,7 @@ void weigh_queries(Step& step, Index kv_head, const Q& q) {
     for (Index j = 0; j < count; ++j) set_query(tile, j, first + j);
     for (Index part = 0; part < tile.num_parts(head.slots); ++part) tile.run(part);
     tile.merge();
+    if (step.wants_column_sums()) return hand_over_sums(step, kv_head, tile, end - step.wanted_rows(), count);
     hand_over(step, kv_head, tile, 0, count);
   }
 }

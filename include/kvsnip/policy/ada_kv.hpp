@@ -40,6 +40,8 @@ template <Policy P>
 class AdaKV : public detail::Decorator<P> {
  public:
   static constexpr std::string_view name = "ada_kv";
+  static constexpr std::string_view paper = "arXiv:2407.11550";
+  static constexpr std::string_view needs = "what the policy inside needs";
   using Options = AdaKVOptions;
   using Safeguard = AdaKVSafeguard;
 

@@ -90,6 +90,11 @@ class Chain {
     hooks::on_insert(prompt_, kv_head, slot, slots);
     hooks::on_insert(decode_, kv_head, slot, slots);
   }
+  bool handles_evictions() const { return hooks::handles_evictions(prompt_) || hooks::handles_evictions(decode_); }
+  void on_evict(Index kv_head, const Leaving& leaving) {
+    hooks::on_evict(prompt_, kv_head, leaving);
+    hooks::on_evict(decode_, kv_head, leaving);
+  }
   void on_gather(Index kv_head, std::span<const Index> kept) {
     hooks::on_gather(prompt_, kv_head, kept);
     hooks::on_gather(decode_, kv_head, kept);

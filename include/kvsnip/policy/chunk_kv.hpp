@@ -27,6 +27,8 @@ template <Policy P>
 class ChunkKV : public detail::Decorator<P> {
  public:
   static constexpr std::string_view name = "chunk_kv";
+  static constexpr std::string_view paper = "arXiv:2502.00299";
+  static constexpr std::string_view needs = "what the policy inside needs";
   using Options = ChunkKVOptions;
 
   explicit ChunkKV(P inner = P{}, const ChunkKVOptions& options = {}) : detail::Decorator<P>(std::move(inner)), options_(options) {

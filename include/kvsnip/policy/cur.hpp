@@ -38,6 +38,8 @@ struct CUROptions {
 class CUR : public detail::UsualOptions<CUROptions>, public detail::SlotNumbers<2, 0, true> {
  public:
   static constexpr std::string_view name = "cur";
+  static constexpr std::string_view paper = "arXiv:2509.15038";
+  static constexpr std::string_view needs = "keys and values";
   using Leverage = CURLeverage;
 
   explicit CUR(const CUROptions& options = {}) : UsualOptions("CUR", options) {

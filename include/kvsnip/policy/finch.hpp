@@ -31,6 +31,8 @@ struct FinchOptions {
 class Finch : public detail::ObservationWindow<FinchOptions> {
  public:
   static constexpr std::string_view name = "finch";
+  static constexpr std::string_view paper = "arXiv:2408.00167";
+  static constexpr std::string_view needs = "a prompt's last attention rows";
 
   explicit Finch(const FinchOptions& options = {}) : ObservationWindow("Finch", options) {}
 

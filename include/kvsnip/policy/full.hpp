@@ -11,6 +11,7 @@ namespace kvsnip {
 class Full {
  public:
   static constexpr std::string_view name = "full";
+  static constexpr std::string_view needs = "nothing";
 };
 static_assert(Policy<Full> && !ScoresSlots<Full>);
 

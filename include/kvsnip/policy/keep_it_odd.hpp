@@ -23,6 +23,7 @@ struct KeepItOddOptions {
 class KeepItOdd : public detail::UsualOptions<KeepItOddOptions> {
  public:
   static constexpr std::string_view name = "keep_it_odd";
+  static constexpr std::string_view needs = "positions";
 
   explicit KeepItOdd(const KeepItOddOptions& options = {}) : UsualOptions("KeepItOdd", options) {}
 

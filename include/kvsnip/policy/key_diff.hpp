@@ -28,6 +28,8 @@ struct KeyDiffOptions {
 class KeyDiff : public detail::UsualOptions<KeyDiffOptions>, public detail::SlotNumbers<1, 1> {
  public:
   static constexpr std::string_view name = "key_diff";
+  static constexpr std::string_view paper = "arXiv:2504.15364";
+  static constexpr std::string_view needs = "keys";
 
   explicit KeyDiff(const KeyDiffOptions& options = {}) : UsualOptions("KeyDiff", options) {}
 

@@ -25,6 +25,8 @@ struct KeyNormOptions {
 class KeyNorm : public detail::UsualOptions<KeyNormOptions>, public detail::SlotNumbers<1> {
  public:
   static constexpr std::string_view name = "key_norm";
+  static constexpr std::string_view paper = "arXiv:2406.11430";
+  static constexpr std::string_view needs = "keys";
 
   explicit KeyNorm(const KeyNormOptions& options = {}) : UsualOptions("KeyNorm", options) {}
 

@@ -40,6 +40,8 @@ struct LagKVOptions {
 class LagKV : public detail::UsualOptions<LagKVOptions>, public detail::SlotNumbers<1, 2, true> {
  public:
   static constexpr std::string_view name = "lag_kv";
+  static constexpr std::string_view paper = "arXiv:2504.04704";
+  static constexpr std::string_view needs = "keys and values";
 
   explicit LagKV(const LagKVOptions& options = {}) : UsualOptions("LagKV", options) {
     detail::require(options.lag_size >= 1, "LagKV: lag_size must be >= 1, got ", options.lag_size);

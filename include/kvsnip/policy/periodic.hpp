@@ -30,6 +30,7 @@ class Periodic : public detail::Decorator<P> {
 
  public:
   static constexpr std::string_view name = "periodic";
+  static constexpr std::string_view needs = "what the policy inside needs, while decoding too";
   using Options = PeriodicOptions;
 
   explicit Periodic(P inner = P{}, const PeriodicOptions& options = {}) : Base(std::move(inner)), options_(options) {
@@ -113,8 +114,8 @@ class Periodic : public detail::Decorator<P> {
   /// Shows P what has been decoded, and nothing else: a compaction that failed half-way may have left something.
   SlotsView as_prompt(Index kv_head, SlotsView slots) {
     Base::on_prompt_end(kv_head);
-    record(kv_head).replay(this->inner_, kv_head, slots.positions, options_.interval);
     slots.phase = Phase::long_prompt;
+    record(kv_head).replay(this->inner_, kv_head, slots, options_.interval);
     return slots;
   }
 

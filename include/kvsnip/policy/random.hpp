@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "kvsnip/detail/mix.hpp"
 #include "kvsnip/detail/usual_options.hpp"
 #include "kvsnip/policy.hpp"
 
@@ -28,23 +29,15 @@ struct RandomOptions {
 class Random : public detail::UsualOptions<RandomOptions> {
  public:
   static constexpr std::string_view name = "random";
+  static constexpr std::string_view needs = "positions";
 
   explicit Random(const RandomOptions& options = {}) : UsualOptions("Random", options) {}
 
   /// Uniform in [0, 1), a multiple of 2^-24.
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) const {
-    const std::uint64_t stream = mix(mix(static_cast<std::uint64_t>(options_.seed)) + static_cast<std::uint64_t>(kv_head));
+    const std::uint64_t stream = detail::mix(detail::mix(static_cast<std::uint64_t>(options_.seed)) + static_cast<std::uint64_t>(kv_head));
     for (std::size_t slot = 0; slot < out.size(); ++slot)
-      out[slot] = static_cast<float>(mix(stream + static_cast<std::uint64_t>(slots.positions[slot])) >> 40) * 0x1p-24f;
-  }
-
- private:
-  /// Every bit of x changes every bit of the result with probability 1/2 (a finaliser of Stafford's: "Mix13").
-  static std::uint64_t mix(std::uint64_t x) {
-    x += 0x9e3779b97f4a7c15;  // so that 0 is not its own image
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-    return x ^ (x >> 31);
+      out[slot] = static_cast<float>(detail::mix(stream + static_cast<std::uint64_t>(slots.positions[slot])) >> 40) * 0x1p-24f;
   }
 };
 static_assert(Policy<Random> && ScoresSlots<Random> && ChoosesEviction<Random> && ProtectsSlots<Random>);

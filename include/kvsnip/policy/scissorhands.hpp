@@ -48,6 +48,8 @@ struct ScissorhandsOptions {
 class Scissorhands {
  public:
   static constexpr std::string_view name = "scissorhands";
+  static constexpr std::string_view paper = "arXiv:2305.17118";
+  static constexpr std::string_view needs = "attention rows";
   using Options = ScissorhandsOptions;
   using Mode = ScissorhandsMode;
 

@@ -9,12 +9,12 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <numeric>
 #include <string_view>
 #include <vector>
 
 #include "kvsnip/detail/observation_window.hpp"
 #include "kvsnip/detail/require.hpp"
+#include "kvsnip/detail/select.hpp"
 #include "kvsnip/policy.hpp"
 
 namespace kvsnip {
@@ -50,6 +50,8 @@ struct SnapKVOptions {
 class SnapKV : public detail::ObservationWindow<SnapKVOptions> {
  public:
   static constexpr std::string_view name = "snapkv";
+  static constexpr std::string_view paper = "arXiv:2404.14469";
+  static constexpr std::string_view needs = "a prompt's last attention rows";
   using Pooling = SnapKVPooling;
   using PoolOver = SnapKVPoolOver;
   using Group = SnapKVGroup;
@@ -65,10 +67,7 @@ class SnapKV : public detail::ObservationWindow<SnapKVOptions> {
 
   /// Pooled votes of the window's queries; the window itself is protected. Neighbours are by position, whatever the slots.
   void score(Index kv_head, const SlotsView& slots, std::span<float> out) const {
-    std::vector<Index> by_position(slots.positions.size());
-    std::iota(by_position.begin(), by_position.end(), Index{0});
-    if (!std::is_sorted(slots.positions.begin(), slots.positions.end()))  // only where decoding has overwritten slots
-      std::sort(by_position.begin(), by_position.end(), [&](Index a, Index b) { return position(slots, a) < position(slots, b); });
+    const std::vector<Index> by_position = detail::middle(slots.positions, 0, 0);
     const Eigen::ArrayXf sum = sum_of_rows(kv_head, slots.size(), wants_query_heads()).rowwise().maxCoeff();
     const Index prefix = std::max<Index>(slots.size() - options_.observation_window, 0);
     const Index pooled = options_.pool_over == PoolOver::row ? slots.size() : prefix;
@@ -77,7 +76,6 @@ class SnapKV : public detail::ObservationWindow<SnapKVOptions> {
   }
 
  private:
-  static Index position(const SlotsView& slots, Index slot) { return slots.positions[static_cast<std::size_t>(slot)]; }
   float pool(const Eigen::ArrayXf& sum, const std::vector<Index>& by_position, Index i, Index pooled) const {
     const Index first = std::max<Index>(i - options_.kernel_size / 2, 0), last = std::min(i + options_.kernel_size / 2, pooled - 1);
     float total = 0.0f, most = 0.0f;

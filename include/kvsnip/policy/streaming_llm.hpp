@@ -22,6 +22,8 @@ struct StreamingLLMOptions {
 class StreamingLLM {
  public:
   static constexpr std::string_view name = "streaming_llm";
+  static constexpr std::string_view paper = "arXiv:2309.17453";
+  static constexpr std::string_view needs = "positions";
   using Options = StreamingLLMOptions;
 
   explicit StreamingLLM(const StreamingLLMOptions& options = {}) : options_(options) {
