@@ -67,7 +67,8 @@ function showRecording(recording) {
   const options = (all, count) => ["all", ...range(count)].map(i => element("option", {value: i}, i === "all" ? all : String(i)));
   layers.append(...options("all layers", recording.layers));
   kvHeads.append(...options("all heads", recording.kv_heads));
-  slider.max = slider.value = steps - 1;
+  slider.max = steps - 1;
+  slider.value = steps - 1;  // past the old maximum it would have been cut
   byId("recording").hidden = false;
   byId("attention-section").hidden = !hasWeights;
 
@@ -278,11 +279,34 @@ function showQuality(points) {
   mark();
 }
 
+/// Opened with #selftest the page moves its own controls, as tests/report_in_browser.cmake wants it to, and says how that went.
+function selfTest() {
+  const problems = [], expect = (holds, what) => holds || problems.push(what), set = (control, value, event) => {
+    control.value = value, control.dispatchEvent(new Event(event));
+  };
+  const heldNow = () => [...document.querySelectorAll("#words span")].map(span => span.dataset.held).join(), slider = byId("step");
+  expect(document.querySelectorAll("#map svg path").length > 0, "the map is empty");
+  expect(Number(slider.value) === data.recording.steps.length - 1, "the slider does not begin at the end");
+  const last = heldNow(), summary = byId("summary").textContent;
+  set(slider, 0, "input");
+  expect(heldNow() !== last && byId("summary").textContent !== summary, "the slider changes nothing");
+  expect(document.querySelectorAll("#words .unread").length > 0, "nothing is unread at the start");
+  const all = byId("map").innerHTML;
+  set(byId("layer"), 0, "change"), set(byId("head"), 0, "change");
+  expect(byId("map").innerHTML !== all, "choosing a head changes nothing");
+  for (const details of document.querySelectorAll("#recording details")) {
+    details.open = true, details.dispatchEvent(new Event("toggle"));
+    expect(details.querySelectorAll("tbody tr").length > 0, `no table in ${details.id}`);
+  }
+  document.documentElement.dataset.selftest = problems.length === 0 ? "ok" : problems.join("; ");
+}
+
 if (data.recording) {
   byId("facts").append(...data.recording.facts.map(([name, value]) => element("div", {}, [element("dt", {}, name), element("dd", {}, value)])));
   showRecording(data.recording);
 }
 if (data.quality.length > 0) showQuality(data.quality);
+if (location.hash === "#selftest") selfTest();
 )js";
 
 }  // namespace toy::detail
