@@ -146,6 +146,10 @@ int main(int argc, char** argv) {
       {&cost(bench, "random", kvsnip::Random{}, 128), others},
       {&cost(bench, "h2o", kvsnip::H2O{}, 128), others},
       {&cost(bench, "h2o, mean of 400 rows", kvsnip::H2O{{.score = kvsnip::H2O::Score::mean, .history_window = 400}}, 128), others},
+      {&cost(bench, "tova", kvsnip::TOVA{}, 128), others},
+      {&cost(bench, "loss_estimate(streaming_llm)", kvsnip::LossEstimate<kvsnip::StreamingLLM>{}, 64), others},
+      {&cost(bench, "periodic(snapkv, interval=128)", kvsnip::Periodic<kvsnip::SnapKV>{kvsnip::SnapKV{}, {.interval = 128}}, 128), others},
+      {&cost(bench, "merging(streaming_llm)", kvsnip::Merging<kvsnip::StreamingLLM>{}, 8), {}},  // compares every victim's key with all others
   };
   const Task& cold = cost(bench, "scissorhands, fraction, cold", Scissorhands{}, 8, /*cold=*/true);
   bench.measure(bench.quick() ? 4 : 9);
