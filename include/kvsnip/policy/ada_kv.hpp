@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <concepts>
 #include <functional>
 #include <numeric>
 #include <string_view>
@@ -45,7 +46,10 @@ class AdaKV : public detail::Decorator<P> {
   using Options = AdaKVOptions;
   using Safeguard = AdaKVSafeguard;
 
-  explicit AdaKV(P inner = P{}, const AdaKVOptions& options = {}) : detail::Decorator<P>(std::move(inner)), options_(options) {
+  AdaKV()
+    requires std::default_initializable<P>
+      : AdaKV(P{}) {}
+  explicit AdaKV(P inner, const AdaKVOptions& options = {}) : detail::Decorator<P>(std::move(inner)), options_(options) {
     detail::require(options.floor >= 0 && options.floor <= 1, "AdaKV: floor must be in [0, 1], got ", options.floor);
   }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <utility>
 
 #include "kvsnip/detail/require.hpp"
@@ -17,7 +18,10 @@ template <Policy P, Policy D>
   requires(ScoresSlots<P> || ScoresLayers<P>)
 class Chain {
  public:
-  explicit Chain(P prompt = P{}, D decode = D{}) : prompt_(std::move(prompt)), decode_(std::move(decode)) {
+  Chain()
+    requires(std::default_initializable<P> && std::default_initializable<D>)
+      : Chain(P{}, D{}) {}
+  explicit Chain(P prompt, D decode = D{}) : prompt_(std::move(prompt)), decode_(std::move(decode)) {
     detail::require(hooks::evicts(prompt_, Phase::long_prompt), "Chain: the first policy must compress prompts, and this one never evicts");
   }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <map>
 #include <string_view>
 #include <utility>
@@ -31,7 +32,10 @@ class ChunkKV : public detail::Decorator<P> {
   static constexpr std::string_view needs = "what the policy inside needs";
   using Options = ChunkKVOptions;
 
-  explicit ChunkKV(P inner = P{}, const ChunkKVOptions& options = {}) : detail::Decorator<P>(std::move(inner)), options_(options) {
+  ChunkKV()
+    requires std::default_initializable<P>
+      : ChunkKV(P{}) {}
+  explicit ChunkKV(P inner, const ChunkKVOptions& options = {}) : detail::Decorator<P>(std::move(inner)), options_(options) {
     detail::require(options.chunk_length >= 1, "ChunkKV: chunk_length must be >= 1, got ", options.chunk_length);
   }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <numeric>
 #include <string_view>
 #include <utility>
@@ -26,7 +27,10 @@ class LossEstimate : public detail::Decorator<P> {
   static constexpr std::string_view name = "loss_estimate";
   static constexpr std::string_view needs = "the last attention row, and what the policy inside needs";
 
-  explicit LossEstimate(P inner = P{}) : Base(std::move(inner)) {}
+  LossEstimate()
+    requires std::default_initializable<P>
+      : LossEstimate(P{}) {}
+  explicit LossEstimate(P inner) : Base(std::move(inner)) {}
 
   /// The share of attention that would now go to tokens which this kv_head has evicted, in [0, 1).
   float lost(Index kv_head) const {

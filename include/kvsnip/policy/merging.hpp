@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -43,7 +44,10 @@ class Merging : public detail::Decorator<P> {
   using Options = MergingOptions;
   using Weights = MergingWeights;
 
-  explicit Merging(P inner = P{}, const MergingOptions& options = {}) : Base(std::move(inner)), options_(options) {}
+  Merging()
+    requires std::default_initializable<P>
+      : Merging(P{}) {}
+  explicit Merging(P inner, const MergingOptions& options = {}) : Base(std::move(inner)), options_(options) {}
 
   const MergingOptions& options() const { return options_; }
   bool handles_evictions() const { return true; }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -33,7 +34,10 @@ class Periodic : public detail::Decorator<P> {
   static constexpr std::string_view needs = "what the policy inside needs, while decoding too";
   using Options = PeriodicOptions;
 
-  explicit Periodic(P inner = P{}, const PeriodicOptions& options = {}) : Base(std::move(inner)), options_(options) {
+  Periodic()
+    requires std::default_initializable<P>
+      : Periodic(P{}) {}
+  explicit Periodic(P inner, const PeriodicOptions& options = {}) : Base(std::move(inner)), options_(options) {
     detail::require(options.interval >= 1, "Periodic: interval must be >= 1, got ", options.interval);
     detail::require(hooks::evicts(this->inner_, Phase::long_prompt), "Periodic: the policy inside must compress prompts, and this one never evicts");
     detail::require(!hooks::wants_column_sums(this->inner_, interval_as_prompt()), "Periodic: the policy inside must not need column sums");
