@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvsnip/policy.hpp>
+#include <concepts>
 #include <map>
 #include <span>
 #include <utility>
@@ -12,7 +13,10 @@ namespace test {
 template <class P>
 class RecordScores : public P {
  public:
-  explicit RecordScores(P policy = P{}) : P(std::move(policy)) {}
+  RecordScores()
+    requires std::default_initializable<P>
+  = default;
+  explicit RecordScores(P policy) : P(std::move(policy)) {}
 
   void score(kvsnip::Index kv_head, const kvsnip::SlotsView& slots, std::span<float> out)
     requires kvsnip::ScoresSlots<P>
