@@ -122,7 +122,7 @@ struct PolicyCase {
   std::function<std::unique_ptr<Layer>(const Shape&, Index budget)> make;
   Promise promise;
 };
-/// Every policy behind AnyPolicy, with every storage type; and of its own type with float, where that makes the cache another one:
+/// Every policy behind AnyPolicy, with float and one of the 16-bit types; and of its own type with float, where that makes the cache another one:
 /// a policy that scores nothing, that observes nothing, that needs every hook, and a chain.
 const std::vector<PolicyCase>& all_policies();
 
