@@ -108,6 +108,7 @@ class BesideLiteralRows {
   }
   static Eigen::MatrixXf by_slot(const Eigen::MatrixXf& weights, const std::vector<Index>& held, const std::vector<Index>& slots) {
     Eigen::MatrixXf result(weights.rows(), weights.cols());
+    if (weights.size() == 0) return result;  // an update of no token
     Index slot = 0;
     for (const Index position : slots) result.row(slot++) = weights.row(std::lower_bound(held.begin(), held.end(), position) - held.begin());
     return result;
