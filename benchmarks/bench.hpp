@@ -250,9 +250,13 @@ inline std::string text(const Shape& shape) { return fmt::format("{} x {} x {}",
 template <class Step>
 void skip_attention(Step step) {
   const Index columns = step.wanted_rows() * step.shape().group_size();
-  for (Index h = 0; h < step.shape().kv_heads; ++h)
-    if (columns > 0) step.on_attention(h, MatrixXf::Zero(step.size(h), columns));
-    else step.done(h);
+  const bool sums = step.wants_column_sums();
+  for (Index h = 0; h < step.shape().kv_heads; ++h) {
+    const MatrixXf none = MatrixXf::Zero(step.size(h), std::max(columns, step.shape().group_size()));
+    if (columns > 0) step.on_attention(h, none.leftCols(columns));
+    if (sums) step.on_column_sums(h, none.leftCols(step.shape().group_size()));
+    else if (columns == 0) step.done(h);
+  }
 }
 
 /// Append `tokens` random tokens as a prompt, or a part of one. Their values do not matter: they repeat.
