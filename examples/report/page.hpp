@@ -44,7 +44,8 @@ button { min-width: 4.5rem; }
 #words span.held { color: var(--ink); border-bottom-color: var(--accent); }
 #words span.new { outline: 2px dashed var(--focus); outline-offset: 1px; }
 #words span.unread { visibility: hidden; }
-svg { display: block; width: 100%; height: auto; overflow: visible; }
+#map, #attention, .chart { overflow-x: auto; }
+svg { display: block; width: 100%; min-width: 40rem; height: auto; }
 svg text { fill: var(--muted); font-size: 12px; }
 svg text.name { fill: var(--ink); }
 .axis { stroke: var(--line); fill: none; }

@@ -1,6 +1,7 @@
 // A figure of quality: what a policy made of a budget.
 #pragma once
 
+#include <limits>
 #include <span>
 #include <string>
 
@@ -15,7 +16,7 @@ struct QualityPoint {
   Index budget = 0;              ///< slots a kv_head may keep
   double bytes = 0;              ///< of keys and values held, all layers
   double value = 0;
-  double low = 0, high = 0;      ///< 95 % confidence interval of the value
+  double low = std::numeric_limits<double>::quiet_NaN(), high = low;  ///< 95 % confidence interval of the value, if known
   bool higher_is_better = true;  ///< of the measure
 };
 

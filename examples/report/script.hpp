@@ -158,7 +158,7 @@ function showRecording(recording) {
     if (!hasWeights) return;
     const mean = weights(), most = Math.max(...mean, 0.01), height = 160;
     const y = weight => top + height * (1 - Math.sqrt(weight / most)), strip = top + height + 6;
-    const bar = Math.max((x(1) - x(0)) * 0.8, 1);
+    const bar = Math.min(Math.max((x(1) - x(0)) * 0.8, 1), 24);
     const bars = [...mean].map((weight, p) => weight > 0 ? `M${x(p + 0.5).toFixed(1)} ${y(0)}V${y(weight).toFixed(1)}` : "").join("");
     const shown = [0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1].filter(weight => weight <= most && Math.sqrt(weight / most) > 0.05);
     const held = range(seen[step]).map(p => [p, holders(p, step)]).filter(([, n]) => n > 0);
@@ -279,25 +279,44 @@ function showQuality(points) {
   mark();
 }
 
-/// Opened with #selftest the page moves its own controls, as tests/report_in_browser.cmake wants it to, and says how that went.
+/// Opened with #selftest the page moves its own controls, as tests/report_in_browser.cmake wants it to, says how that went, and
+/// stays with step 1 of all heads, its tables open.
 function selfTest() {
   const problems = [], expect = (holds, what) => holds || problems.push(what), set = (control, value, event) => {
     control.value = value, control.dispatchEvent(new Event(event));
   };
-  const heldNow = () => [...document.querySelectorAll("#words span")].map(span => span.dataset.held).join(), slider = byId("step");
-  expect(document.querySelectorAll("#map svg path").length > 0, "the map is empty");
-  expect(Number(slider.value) === data.recording.steps.length - 1, "the slider does not begin at the end");
-  const last = heldNow(), summary = byId("summary").textContent;
-  set(slider, 0, "input");
-  expect(heldNow() !== last && byId("summary").textContent !== summary, "the slider changes nothing");
-  expect(document.querySelectorAll("#words .unread").length > 0, "nothing is unread at the start");
-  const all = byId("map").innerHTML;
-  set(byId("layer"), 0, "change"), set(byId("head"), 0, "change");
-  expect(byId("map").innerHTML !== all, "choosing a head changes nothing");
-  for (const details of document.querySelectorAll("#recording details")) {
-    details.open = true, details.dispatchEvent(new Event("toggle"));
-    expect(details.querySelectorAll("tbody tr").length > 0, `no table in ${details.id}`);
+  if (data.recording) {
+    const heldNow = () => [...document.querySelectorAll("#words span")].map(span => span.dataset.held).join(), slider = byId("step");
+    expect(document.querySelectorAll("#map svg path").length > 0, "the map is empty");
+    expect(Number(slider.value) === data.recording.steps.length - 1, "the slider does not begin at the end");
+    const last = heldNow(), summary = byId("summary").textContent;
+    set(slider, 0, "input");
+    expect(heldNow() !== last && byId("summary").textContent !== summary, "the slider changes nothing");
+    expect(document.querySelectorAll("#words .unread").length > 0, "nothing is unread at the start");
+    const all = byId("map").innerHTML;
+    set(byId("layer"), 0, "change"), set(byId("head"), 0, "change");
+    expect(byId("map").innerHTML !== all, "choosing a head changes nothing");
+    set(byId("layer"), "all", "change"), set(byId("head"), "all", "change");
+    expect(byId("map").innerHTML === all, "choosing all heads again does not bring the first map back");
+    set(slider, 1, "input");
+    for (const details of document.querySelectorAll("#recording section:not([hidden]) details")) {
+      details.open = true, details.dispatchEvent(new Event("toggle"));
+      expect(details.querySelectorAll("tbody tr").length > 0, `no table in ${details.id}`);
+    }
   }
+  if (data.quality.length > 0) {
+    const measures = new Set(data.quality.map(point => point.measure)), rows = document.querySelectorAll("#charts tbody tr"), select = byId("policy");
+    expect(document.querySelectorAll("#charts svg").length === measures.size, "not one chart a measure");
+    expect(document.querySelectorAll("#charts .full").length === measures.size, "not one line of the full cache a chart");
+    expect(document.querySelectorAll("#charts .series > .marker[d] title").length === data.quality.length, "not one marker a point");
+    expect(rows.length === data.quality.length, "not one row a point");
+    for (const option of select.options) {
+      set(select, option.value, "change");
+      expect([...document.querySelectorAll(".series.chosen")].every(series => series.dataset.policy === option.value), "another policy is marked than chosen");
+      expect(document.querySelectorAll(".series.chosen").length > 0, "the chosen policy is not marked");
+    }
+  }
+  expect(document.querySelectorAll("svg:not([aria-label])").length === 0, "a picture has no name");
   document.documentElement.dataset.selftest = problems.length === 0 ? "ok" : problems.join("; ");
 }
 
