@@ -40,7 +40,11 @@ inline std::string json_string(std::string_view bytes) {
   return out + '"';
 }
 
-/// Six significant digits; null if there is no number.
-inline std::string json_number(double value) { return std::isfinite(value) ? fmt::format("{:.6g}", value) : "null"; }
+/// A whole number as it is, any other to six significant digits; null if there is no number.
+inline std::string json_number(double value) {
+  if (!std::isfinite(value)) return "null";
+  const bool whole = std::abs(value) < 1e15 && value == std::trunc(value);
+  return whole ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
+}
 
 }  // namespace toy
