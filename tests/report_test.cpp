@@ -197,7 +197,7 @@ TEST_CASE("The report embeds the figures as --json writes them") {
       {.measure = "answers", .policy = "</script>", .budget = 4, .bytes = 65536, .value = 0.1234567, .low = 0.1, .high = 0.2, .higher_is_better = false}};
   const std::string json = toy::quality_json(points);
   CHECK(json == "[\n"
-                "{\"measure\": \"answers\", \"better\": \"higher\", \"policy\": \"full\", \"budget\": 8, \"bytes\": 1000000, \"value\": 1, \"low\": null, \"high\": null},\n"
+                "{\"measure\": \"answers\", \"better\": \"higher\", \"policy\": \"full\", \"budget\": 8, \"bytes\": 1000001, \"value\": 1, \"low\": null, \"high\": null},\n"
                 "{\"measure\": \"answers\", \"better\": \"lower\", \"policy\": \"\\u003c/script>\", \"budget\": 4, \"bytes\": 65536, \"value\": 0.123457, \"low\": 0.1, \"high\": 0.2}\n]");
   std::ostringstream page;
   toy::write_report(page, nullptr, points);
