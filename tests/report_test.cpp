@@ -65,8 +65,8 @@ TEST_CASE("A recorder's weights are the rows a policy is shown") {
   weights->config.num_layers = 1;
   weights->layers.resize(1, toy::Layer(weights->config));
   const ShowRows policy;
-  toy::Transformer<float> model(weights, kvsnip::AnyPolicy(policy), 12);
-  toy::Recorder<float> recorder(model);
+  toy::Transformer<Eigen::half> model(weights, kvsnip::AnyPolicy(policy), 12);
+  toy::Recorder<Eigen::half> recorder(model);
   Random random(1);
   model.forward(random_tokens(random, 20));
   for (int i = 0; i < 30; ++i) model.forward(random_tokens(random, 1));
@@ -206,8 +206,8 @@ TEST_CASE("The report embeds the figures as --json writes them") {
 }
 
 TEST_CASE("A report of 400 steps of 20 heads stays under a megabyte") {
-  toy::Transformer<float> model(toy::random_weights(toy::builtin_config(), 1), "scissorhands", 64);
-  toy::Recorder<float> recorder(model);
+  toy::Transformer<Eigen::half> model(toy::random_weights(toy::builtin_config(), 1), "scissorhands", 64);
+  toy::Recorder<Eigen::half> recorder(model);
   Random random(3);
   for (Index t = 0; t < 400; ++t) {
     model.forward(static_cast<toy::Token>(3 + random.below(256)));
