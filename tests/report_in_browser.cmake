@@ -33,7 +33,7 @@ function(expect text)
 endfunction()
 
 set(page ${FOLDER}/report.html)
-execute_process(COMMAND ${DEMO} --steps 60 --budget 24 --quiet --report ${page} OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${DEMO} --steps 96 --budget 24 --quiet --report ${page} OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
 open(${page} dom)
 
 set(page ${FOLDER}/report_page.html)

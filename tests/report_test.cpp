@@ -206,7 +206,8 @@ TEST_CASE("The report embeds the figures as --json writes them") {
 }
 
 TEST_CASE("A report of 400 steps of 20 heads stays under a megabyte") {
-  toy::Transformer<Eigen::half> model(toy::random_weights(toy::builtin_config(), 1), "scissorhands", 64);
+  const toy::Config config{.dim = 64, .hidden_dim = 172, .num_layers = 5, .query_heads = 8, .kv_heads = 4, .vocab_size = 259, .seq_len = 512};
+  toy::Transformer<Eigen::half> model(toy::random_weights(config, 1), "scissorhands", 64);
   toy::Recorder<Eigen::half> recorder(model);
   Random random(3);
   for (Index t = 0; t < 400; ++t) {

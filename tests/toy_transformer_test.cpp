@@ -288,15 +288,14 @@ TEST_CASE("A text comes back from its tokens, whatever its bytes") {
     merges += tokenizer_entry(text, -static_cast<float>(std::strlen(text)));
   const TemporaryFile file(merges);
   Random random(3);
-  for (const Tokenizer& tokenizer : {Tokenizer::bytes_only(), Tokenizer::load(file.path())}) {
-    CHECK(tokenizer.encode("") == std::vector<Token>{toy::bos_token});
-    for (int i = 0; i < 200; ++i) {
-      std::string text;
-      const Index length = random.between(1, 40);
-      for (Index j = 0; j < length; ++j)
-        text += static_cast<char>(random.one_in(2) ? random.pick({' ', 'a', 'b', 0xC3, 0xA9}) : random.below(256));
-      REQUIRE(decoded(tokenizer, tokenizer.encode(text)) == text);
-    }
+  const Tokenizer tokenizer = Tokenizer::load(file.path());
+  CHECK(tokenizer.encode("") == std::vector<Token>{toy::bos_token});
+  for (int i = 0; i < 400; ++i) {
+    std::string text;
+    const Index length = random.between(1, 40);
+    for (Index j = 0; j < length; ++j)
+      text += static_cast<char>(random.one_in(2) ? random.pick({' ', 'a', 'b', 0xC3, 0xA9}) : random.below(256));
+    REQUIRE(decoded(tokenizer, tokenizer.encode(text)) == text);
   }
 }
 

@@ -1,4 +1,5 @@
-// The demo: a small transformer that generates text from a KV cache held to a budget, and says what that saved.
+// The demo: a small transformer whose KV cache is held to a budget. It reads a story and answers its questions, or generates
+// text, and says what the budget saved and what it cost.
 #include <fmt/format.h>
 
 #include <chrono>
@@ -25,19 +26,13 @@
 #include "nll.hpp"
 #include "options.hpp"
 #include "printable.hpp"
-#include "random_model.hpp"
+#include "story.hpp"
 #include "tokenizer.hpp"
 #include "transformer.hpp"
 
 namespace {
 
 using toy::Index;
-
-/// Said when nothing can go wrong with the arguments any more, so that an error stays one line.
-void announce(const toy::Options& options) {
-  if (options.model.empty())
-    fmt::print(stderr, "no --model given: a small built-in model with random weights; its text is noise\n");
-}
 
 template <class T>
 std::string cache_summary(const toy::Transformer<T>& model, const toy::Options& options) {
@@ -47,13 +42,15 @@ std::string cache_summary(const toy::Transformer<T>& model, const toy::Options& 
                      evicts ? fmt::format("budget {}", cache.budget()) : "evicts nothing", options.type);
 }
 
-template <class T>
-void print_statistics(const toy::Transformer<T>& model, const toy::GenerateTimes& times, const toy::Options& options) {
-  fmt::print("\n{}\n", cache_summary(model, options));
-  fmt::print("tokens seen      {}\n", model.tokens_seen());
+void print_times(const toy::GenerateTimes& times) {
   fmt::print("prompt           {} tokens in {:.2f} ms\n", times.prompt_tokens, 1e3 * times.prompt_seconds);
   if (times.decoded_tokens > 0)
     fmt::print("generation       {:.0f} tokens/s\n", static_cast<double>(times.decoded_tokens) / times.decode_seconds);
+}
+
+template <class T>
+void print_memory(const toy::Transformer<T>& model) {
+  fmt::print("tokens seen      {}\n", model.tokens_seen());
   const kvsnip::Bytes bytes = model.bytes();
   const Index held = bytes.keys + bytes.values, full = model.full_cache_bytes();
   fmt::print("keys and values  {}, {:.1f} % of the {} of a full cache\n", kvsnip::human_bytes(held),
@@ -85,13 +82,17 @@ void write_report(toy::Recorder<T>& recorder, const toy::Transformer<T>& model, 
   if (!options.quiet) fmt::print("pictures         {}\n", options.report);
 }
 
-template <class T>
-void generate(toy::Transformer<T>& model, const toy::Tokenizer& tokenizer, const toy::Options& options) {
-  if (!options.report.empty() && !std::ofstream(options.report, std::ios::app)) throw toy::UsageError(options.report + ": cannot be written");  // before the run
-  announce(options);
+/// Before the run, so that it is not for nothing.
+void check_report_can_be_written(const toy::Options& options) {
+  if (!options.report.empty() && !std::ofstream(options.report, std::ios::app)) throw toy::UsageError(options.report + ": cannot be written");
+}
+
+template <class T, class Tokenizer>
+void generate(toy::Transformer<T>& model, const Tokenizer& tokenizer, const toy::Options& options) {
+  check_report_can_be_written(options);
   std::optional<toy::Recorder<T>> recorder;
   if (!options.report.empty()) recorder.emplace(model).add_text("<s>");
-  toy::Sampler sampler(options.temperature.value_or(0), options.seed);
+  toy::Sampler sampler(options.temperature, options.seed);
   toy::Printable printable;
   const auto print = [](const std::string& text) {
     fmt::print("{}", text);
@@ -106,18 +107,63 @@ void generate(toy::Transformer<T>& model, const toy::Tokenizer& tokenizer, const
         print(printable.push(text));
       });
   print(printable.finish() + "\n");
-  if (!options.quiet) print_statistics(model, times, options);
+  if (!options.quiet) {
+    fmt::print("\n{}\n", cache_summary(model, options));
+    print_times(times);
+    print_memory(model);
+    if (options.show) print_held_positions(model);
+  }
+  if (recorder) write_report(*recorder, model, options);
+}
+
+/// Every question of a story, each at the end of a fresh prompt; after the last the model goes on by itself.
+template <class T>
+void tell_story(const std::shared_ptr<const toy::Weights>& weights, const toy::Options& options) {
+  check_report_can_be_written(options);
+  if (options.steps < toy::shortest_story) throw toy::UsageError(fmt::format("--steps: {} is too short for a story, which takes {}", options.steps, toy::shortest_story));
+  toy::Transformer<T> full(weights, "full", 1), model(weights, options.policy, options.budget);
+  const toy::WordTokenizer tokenizer;
+  const toy::Story story = toy::make_story(options.seed, options.steps);
+  const auto word = [](toy::Token token) { return toy::words.at(static_cast<std::size_t>(token)); };
+  fmt::print("{}\n\n", toy::wrapped(toy::text_of(std::span(story.tokens).subspan(1)), 100));
+  fmt::print("{:26} {:10} {:18} {}\n", "asked at the end", "answer", "full cache", fmt::format("{}, budget {}", to_string(model.caches().front().policy()), options.budget));
+
+  Index right = 0, right_by_full = 0;
+  std::optional<toy::Recorder<T>> recorder;
+  for (const toy::Story::Riddle& riddle : story.riddles) {
+    const bool last = &riddle == &story.riddles.back();
+    std::vector<toy::Token> prompt = story.tokens;
+    for (const toy::Token token : riddle.question()) prompt.push_back(token);
+    if (last && !options.report.empty()) recorder.emplace(model);
+    const toy::Token by_full = toy::ask(full, prompt), said = toy::ask(model, prompt);
+    const auto verdict = [&](toy::Token token) { return token == riddle.place ? std::string("right") : fmt::format("wrong: {}", word(token)); };
+    fmt::print("{:26} {:10} {:18} {}\n", toy::text_of(riddle.question()), word(riddle.place), verdict(by_full), verdict(said));
+    if (by_full == riddle.place) ++right_by_full;
+    if (said == riddle.place) ++right;
+    if (!last) continue;
+    prompt.insert(prompt.end(), {toy::token_of("in"), toy::token_of("the"), said});
+    for (int more = 0; more < 40; ++more) {
+      Index next;
+      model.forward(prompt.back()).col(0).maxCoeff(&next);
+      prompt.push_back(static_cast<toy::Token>(next));
+    }
+    prompt.pop_back();
+    if (recorder)
+      for (std::size_t i = 0; i < prompt.size(); ++i) recorder->add_text(tokenizer.decode(i == 0 ? toy::bos_token : prompt[i - 1], prompt[i]));
+  }
+  fmt::print("{:37} {:18} {}\n\n", "right", fmt::format("{} of {}", right_by_full, story.riddles.size()), fmt::format("{} of {}", right, story.riddles.size()));
+  if (!options.quiet) fmt::print("{}\n", cache_summary(model, options));
+  if (!options.quiet) print_memory(model);
   if (!options.quiet && options.show) print_held_positions(model);
   if (recorder) write_report(*recorder, model, options);
 }
 
-template <class T>
-void score_text(toy::Transformer<T>& model, const toy::Tokenizer& tokenizer, const toy::Options& options) {
+template <class T, class Tokenizer>
+void score_text(toy::Transformer<T>& model, const Tokenizer& tokenizer, const toy::Options& options) {
   const std::string text = toy::read_text(options.nll);
   const std::vector<std::string_view> documents = toy::split_documents(text);
   if (documents.empty() || model.config().seq_len < 2) throw toy::UsageError(options.nll + ": no text to score");
 
-  announce(options);
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
   Clock::time_point last_report = start;
@@ -143,30 +189,26 @@ void list_policies() {
   }
 }
 
-template <class T>
-void run(std::shared_ptr<const toy::Weights> weights, const toy::Tokenizer& tokenizer, const toy::Options& options) {
+template <class T, class Tokenizer>
+void run(std::shared_ptr<const toy::Weights> weights, const Tokenizer& tokenizer, const toy::Options& options) {
+  if (options.model.empty() && !options.prompt && options.nll.empty()) return tell_story<T>(weights, options);
   toy::Transformer<T> model(std::move(weights), options.policy, options.budget);
   if (options.nll.empty()) generate(model, tokenizer, options);
   else score_text(model, tokenizer, options);
 }
 
-void run(toy::Options options) {
-  const bool built_in = options.model.empty();
-  const toy::Tokenizer tokenizer = built_in ? toy::Tokenizer::bytes_only() : toy::Tokenizer::load(options.tokenizer);
-  const std::shared_ptr<const toy::Weights> weights =
-      built_in ? toy::random_weights(toy::builtin_config(), 1) : toy::load_checkpoint(options.model);
-  if (built_in) {
-    if (!options.prompt) options.prompt = "Once upon a time";
-    if (!options.temperature) options.temperature = 1;  // its likeliest tokens go round in a small circle
-    options.ignore_eos = true;                          // it has not learned to end a text
-  }
+template <class Tokenizer>
+void run(const std::shared_ptr<const toy::Weights>& weights, const Tokenizer& tokenizer, const toy::Options& options) {
   if (tokenizer.size() != weights->config.vocab_size)
-    throw toy::UsageError(fmt::format("{} has {} tokens, the model {}", options.tokenizer, tokenizer.size(),
-                                      weights->config.vocab_size));
-
+    throw toy::UsageError(fmt::format("{} has {} tokens, the model {}", options.tokenizer, tokenizer.size(), weights->config.vocab_size));
   if (options.type == "half") run<Eigen::half>(weights, tokenizer, options);
   else if (options.type == "bfloat16") run<Eigen::bfloat16>(weights, tokenizer, options);
   else run<float>(weights, tokenizer, options);
+}
+
+void run(const toy::Options& options) {
+  if (options.model.empty()) run(toy::load_checkpoint(KVSNIP_TOY_WORLD), toy::WordTokenizer{}, options);
+  else run(toy::load_checkpoint(options.model), toy::Tokenizer::load(options.tokenizer), options);
 }
 
 }  // namespace

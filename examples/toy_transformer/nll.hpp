@@ -7,7 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "tokenizer.hpp"
 #include "transformer.hpp"
 
 namespace toy {
@@ -61,9 +60,9 @@ struct TextNll {
   double mean() const { return sum / static_cast<double>(tokens); }
 };
 
-/// Over all documents, each with BOS in front, no end token, and cut at seq_len tokens, BOS included.
+/// Over all documents, each as tokenizer.encode() gives it: with BOS in front, no end token, and cut at seq_len tokens, BOS included.
 /// @param on_document  called with the index of each document before it is read
-template <class T, class OnDocument>
+template <class T, class Tokenizer, class OnDocument>
 TextNll text_nll(Transformer<T>& model, const Tokenizer& tokenizer, std::span<const std::string_view> documents,
                  OnDocument&& on_document) {
   TextNll text;

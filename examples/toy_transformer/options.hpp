@@ -1,32 +1,24 @@
 // The demo's command line.
 #pragma once
 
-#include <charconv>
 #include <cstdint>
 #include <limits>
-#include <locale>
 #include <optional>
 #include <span>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 
+#include "arguments.hpp"
 #include "weights.hpp"
 
 namespace toy {
 
-/// Something the user can mend; one line.
-struct UsageError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 struct Options {
   std::string model;                  ///< empty: the built-in one
   std::string tokenizer;
-  std::optional<std::string> prompt;  ///< none: the model starts from BOS
+  std::optional<std::string> prompt;  ///< none: a model starts from BOS, the built-in one reads a story
   Index steps = 256;
-  std::optional<double> temperature;  ///< none: 0 with a model, 1 with the built-in one
+  double temperature = 0;
   std::uint64_t seed = 1;
   std::string policy = "scissorhands";
   Index budget = 64;
@@ -37,14 +29,17 @@ struct Options {
 };
 
 inline constexpr std::string_view usage =
-    R"(toy_transformer: a Llama-style model that generates text from a compressed KV cache
+    R"(toy_transformer: a Llama-style model that reads and writes with a compressed KV cache
 
-  --model FILE        llama2.c fp32 checkpoint; without one, a small built-in model with random weights
+Without --model the built-in model reads a little story that asks where things were left, once with a full cache and once
+with the policy and the budget, and answers.
+
+  --model FILE        llama2.c fp32 checkpoint, generates text
   --tokenizer FILE    its llama2.c tokenizer
-  --prompt TEXT       what the text begins with
+  --prompt TEXT       what the text begins with; lets the built-in model write too, in the words it knows
   --steps N           length of the text in tokens, prompt included (256)
-  --temperature X     0: always the likeliest token (default; 1 with the built-in model)
-  --seed N            of the draws when the temperature is not 0 (1)
+  --temperature X     0: always the likeliest token (0)
+  --seed N            of the story, and of the draws when the temperature is not 0 (1)
   --ignore-eos        go on after the model has ended its text
   --policy SPEC       full, streaming_llm(num_sinks=4), scissorhands(history_window=400),
                       snapkv+scissorhands, ... (scissorhands)
@@ -59,78 +54,29 @@ inline constexpr std::string_view usage =
   --help
 )";
 
-namespace detail {
-
-inline std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
-
-template <class Integer>
-Integer parse_integer(std::string_view flag, std::string_view text, Integer least, Integer greatest) {
-  Integer value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error == std::errc::invalid_argument || end != text.data() + text.size())
-    throw UsageError(std::string(flag) + ": " + quoted(text) + " is not a whole number");
-  if (error != std::errc{} || value < least || value > greatest)
-    throw UsageError(std::string(flag) + ": " + std::string(text) + " is not in " + std::to_string(least) + " to " +
-                     std::to_string(greatest));
-  return value;
-}
-
-inline double parse_temperature(std::string_view flag, std::string_view text) {
-  std::istringstream stream{std::string(text)};  // std::from_chars for double is missing from some standard libraries
-  stream.imbue(std::locale::classic());
-  double value = 0;
-  if (!(stream >> std::noskipws >> value) || stream.peek() != std::istringstream::traits_type::eof())
-    throw UsageError(std::string(flag) + ": " + quoted(text) + " is not a number");
-  if (!(value >= 0 && value <= 100))
-    throw UsageError(std::string(flag) + ": " + std::string(text) + " is not in 0 to 100");
-  return value;
-}
-
-inline std::string parse_type(std::string_view flag, std::string_view text) {
-  if (text != "float" && text != "half" && text != "bfloat16")
-    throw UsageError(std::string(flag) + ": " + quoted(text) + " is none of float, half, bfloat16");
-  return std::string(text);
-}
-
-}  // namespace detail
-
-/// @param arguments  without the program's name; values as "--flag value" or "--flag=value". Throws UsageError.
-inline Options parse_options(std::span<const char* const> arguments) {
+/// @param arguments  without the program's name. Throws UsageError.
+inline Options parse_options(std::span<const char* const> command_line) {
   constexpr Index most = std::numeric_limits<std::int32_t>::max();
   Options options;
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const std::string_view argument = arguments[i];
-    const std::size_t equals = argument.starts_with("--") ? argument.find('=') : std::string_view::npos;
-    const std::string_view flag = argument.substr(0, equals);
-    const auto is_switch = [&](std::string_view name) {
-      if (flag != name) return false;
-      if (equals != std::string_view::npos) throw UsageError(std::string(flag) + " takes no value");
-      return true;
-    };
-    const auto value = [&]() -> std::string_view {
-      if (equals != std::string_view::npos) return argument.substr(equals + 1);
-      if (i + 1 == arguments.size()) throw UsageError(std::string(flag) + " needs a value");
-      return arguments[++i];
-    };
-
-    if (is_switch("--help")) options.help = true;
-    else if (is_switch("--list-policies")) options.list_policies = true;
-    else if (is_switch("--show")) options.show = true;
-    else if (is_switch("--quiet")) options.quiet = true;
-    else if (is_switch("--ignore-eos")) options.ignore_eos = true;
-    else if (flag == "--model") options.model = value();
-    else if (flag == "--tokenizer") options.tokenizer = value();
-    else if (flag == "--prompt") options.prompt = value();
-    else if (flag == "--policy") options.policy = value();
-    else if (flag == "--nll") options.nll = value();
-    else if (flag == "--report") options.report = value();
-    else if (flag == "--steps") options.steps = detail::parse_integer<Index>(flag, value(), 1, most);
-    else if (flag == "--budget") options.budget = detail::parse_integer<Index>(flag, value(), 1, most);
-    else if (flag == "--seed")
-      options.seed = detail::parse_integer<std::uint64_t>(flag, value(), 0, std::numeric_limits<std::uint64_t>::max());
-    else if (flag == "--temperature") options.temperature = detail::parse_temperature(flag, value());
-    else if (flag == "--type") options.type = detail::parse_type(flag, value());
-    else throw UsageError("unknown argument " + detail::quoted(argument) + ", see --help");
+  Arguments arguments(command_line);
+  while (arguments.next()) {
+    if (arguments.is_switch("--help")) options.help = true;
+    else if (arguments.is_switch("--list-policies")) options.list_policies = true;
+    else if (arguments.is_switch("--show")) options.show = true;
+    else if (arguments.is_switch("--quiet")) options.quiet = true;
+    else if (arguments.is_switch("--ignore-eos")) options.ignore_eos = true;
+    else if (arguments.is("--model")) options.model = arguments.text();
+    else if (arguments.is("--tokenizer")) options.tokenizer = arguments.text();
+    else if (arguments.is("--prompt")) options.prompt = arguments.text();
+    else if (arguments.is("--policy")) options.policy = arguments.text();
+    else if (arguments.is("--nll")) options.nll = arguments.text();
+    else if (arguments.is("--report")) options.report = arguments.text();
+    else if (arguments.is("--steps")) options.steps = arguments.integer<Index>(1, most);
+    else if (arguments.is("--budget")) options.budget = arguments.integer<Index>(1, most);
+    else if (arguments.is("--seed")) options.seed = arguments.integer<std::uint64_t>(0);
+    else if (arguments.is("--temperature")) options.temperature = arguments.number(0, 100);
+    else if (arguments.is("--type")) options.type = arguments.choice({"float", "half", "bfloat16"});
+    else arguments.unknown();
   }
   if (options.model.empty() != options.tokenizer.empty()) throw UsageError("--model and --tokenizer go together");
   if (!options.nll.empty() && !options.report.empty()) throw UsageError("--report goes with a text that is generated, not with --nll");

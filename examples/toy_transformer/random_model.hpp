@@ -1,4 +1,4 @@
-// The built-in model, for a demo without files: the same shape as stories260K, random weights, one token per byte.
+// Models that have learned nothing, for what does not depend on the weights: speed, memory, agreement of two ways to compute.
 #pragma once
 
 #include <cmath>
@@ -7,21 +7,9 @@
 #include <random>
 
 #include "random.hpp"
-#include "tokenizer.hpp"
 #include "weights.hpp"
 
 namespace toy {
-
-inline Config builtin_config() {
-  return {.dim = 64,
-          .hidden_dim = 172,
-          .num_layers = 5,
-          .query_heads = 8,
-          .kv_heads = 4,
-          .vocab_size = Tokenizer::bytes_only().size(),
-          .seq_len = 512,
-          .shared_classifier = false};  // shared and untrained, it would mostly repeat the token it was given
-}
 
 /// Uniform weights of standard deviation 1 / sqrt(inputs), which keeps activations near 1; norms of 1.
 inline std::shared_ptr<const Weights> random_weights(const Config& config, std::uint64_t seed) {

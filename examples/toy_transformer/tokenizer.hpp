@@ -23,14 +23,6 @@ inline constexpr Token first_byte_token = 3;  ///< <0x00>; the other 255 follow
 
 class Tokenizer {
  public:
-  /// A vocabulary of single bytes only: any text works, none is compressed.
-  static Tokenizer bytes_only() {
-    Tokenizer tokenizer;
-    for (const char* name : {"<unk>", "<s>", "</s>"}) tokenizer.add(name, 0);
-    for (int byte = 0; byte < 256; ++byte) tokenizer.add(byte_name(byte), 0);
-    return tokenizer;
-  }
-
   /// Throws std::runtime_error with one line if the file is not a tokenizer.
   static Tokenizer load(const std::filesystem::path& path) {
     BinaryFile file(path);

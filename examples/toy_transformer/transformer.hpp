@@ -27,9 +27,6 @@ struct ForwardOptions {
 
 namespace detail {
 
-inline constexpr float rms_epsilon = 1e-5f;
-inline constexpr double rope_theta = 10000;
-
 /// Every column of x divided by its root mean square, times `weight`. @param x, out  (dim, tokens)
 inline void rms_norm(const Eigen::MatrixXf& x, const Eigen::VectorXf& weight, Eigen::MatrixXf& out) {
   out.resize(x.rows(), x.cols());
@@ -93,7 +90,7 @@ class Transformer {
   Transformer(std::shared_ptr<const Weights> weights, const kvsnip::AnyPolicy& policy, Index budget)
       : weights_(std::move(weights)) {
     caches_.reserve(weights_->layers.size());
-    const kvsnip::Rope rope = kvsnip::Rope::standard(config().head_dim(), kvsnip::Rope::Pairing::interleaved, detail::rope_theta);
+    const kvsnip::Rope rope = kvsnip::Rope::standard(config().head_dim(), kvsnip::Rope::Pairing::interleaved, rope_theta);
     for (Index i = 0; i < config().num_layers; ++i) caches_.emplace_back(config().shape(), budget, policy, rope);
   }
   /// @param policy  a spec such as "scissorhands(history_window=100)"
