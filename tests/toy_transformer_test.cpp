@@ -228,6 +228,26 @@ TEST_CASE("A checkpoint gives back the weights that were written") {
   CHECK(Transformer<float>(read, "full", 8).forward(tokens) == Transformer<float>(written, "full", 8).forward(tokens));
 }
 
+TEST_CASE("A checkpoint of our own keeps heads of any width, and is refused like the others") {
+  Config config = small_config();
+  config.own_head_dim = 10;
+  config.shared_classifier = GENERATE(true, false);
+  const auto written = toy::random_weights(config, 5);
+  const TemporaryFile file("");
+  toy::save_checkpoint(file.path(), *written);
+  const auto read = toy::load_checkpoint(file.path());
+  CHECK(read->config == config);
+  toy::for_each_tensor([](const auto& a, const auto& b) { CHECK((a.size() == 0 || a == b)); }, *read, *written);
+
+  const std::string good = toy::read_text(file.path());
+  CHECK(good.substr(0, 4) == "KVS1");
+  CHECK(is_one_line_about(error_of_checkpoint(good.substr(0, 31)), "shorter than its header of 32 bytes"));
+  CHECK(is_one_line_about(error_of_checkpoint(good.substr(0, good.size() - 4)), "bytes follow"));
+  CHECK(is_one_line_about(error_of_checkpoint(good.substr(0, 32) + bytes_of<std::int32_t>(9) + good.substr(36)), "head size 9 is odd"));
+  CHECK(is_one_line_about(error_of_checkpoint(good.substr(0, 32) + bytes_of<std::int32_t>(0) + good.substr(36)), "head_dim is 0"));
+  CHECK(is_one_line_about(error_of<std::runtime_error>([&] { toy::save_checkpoint(file.path() / "no_folder", *written); }), "cannot be written"));
+}
+
 TEST_CASE("A file that is no checkpoint is refused in one line") {
   const auto weights = toy::random_weights(small_config(), 5);
   const std::string good = checkpoint_bytes(*weights);
