@@ -3,8 +3,8 @@
 // A Llama-style model of about 100 million random float weights, the toy transformer's, one token at a time, greedily. A
 // real prompt of 16k tokens would take minutes and not change the decoding's speed: the caches are filled with random keys
 // and values instead, so the model's blocks are spelled out here.
+#include <toy_transformer/layers.hpp>
 #include <toy_transformer/random_model.hpp>
-#include <toy_transformer/transformer.hpp>
 
 #include "bench.hpp"
 
@@ -31,10 +31,10 @@ class Model {
   /// Decode the token after the last one.
   void step() {
     x_ = weights_->token_embedding.row(token_).transpose();
-    const toy::detail::Rope rope(config.head_dim(), position_, 1);
+    const toy::Rope rope(config.head_dim(), position_, 1);
     for (std::size_t i = 0; i < caches_.size(); ++i) {
       const toy::Layer& layer = weights_->layers[i];
-      toy::detail::rms_norm(x_, layer.rms_attention, normed_);
+      toy::rms_norm(x_, layer.rms_attention, normed_);
       q_.noalias() = layer.wq * normed_;
       k_.noalias() = layer.wk * normed_;
       v_.noalias() = layer.wv * normed_;
@@ -45,13 +45,13 @@ class Model {
       kvsnip::attend(step, q_, attended_);
       x_.noalias() += layer.wo * attended_;
 
-      toy::detail::rms_norm(x_, layer.rms_ffn, normed_);
+      toy::rms_norm(x_, layer.rms_ffn, normed_);
       gate_.noalias() = layer.w1 * normed_;
       up_.noalias() = layer.w3 * normed_;
       gate_.array() *= up_.array() / (1.0f + (-gate_.array()).exp());
       x_.noalias() += layer.w2 * gate_;
     }
-    toy::detail::rms_norm(x_, weights_->rms_final, normed_);
+    toy::rms_norm(x_, weights_->rms_final, normed_);
     logits_.noalias() = weights_->classifier() * normed_;
     logits_.col(0).maxCoeff(&token_);
     ++position_;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <kvsnip/policy/h2o.hpp>
-#include <toy_transformer/transformer.hpp>
+#include <toy_transformer/layers.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -32,21 +32,21 @@ class SlotModel {
   /// @return (vocab_size) logits
   Eigen::VectorXf forward(toy::Token token) {
     Eigen::MatrixXf x = weights_->token_embedding.row(token).transpose(), normed;
-    const toy::detail::Rope rope(config().head_dim(), position_, 1);
+    const toy::Rope rope(config().head_dim(), position_, 1);
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       const toy::Layer& w = weights_->layers[i];
-      toy::detail::rms_norm(x, w.rms_attention, normed);
+      toy::rms_norm(x, w.rms_attention, normed);
       Eigen::MatrixXf q = w.wq * normed, k = w.wk * normed;
       const Eigen::MatrixXf v = w.wv * normed;
       rope.rotate(q), rope.rotate(k);
       x += w.wo * attend(layers_[i], q, k, v);
-      toy::detail::rms_norm(x, w.rms_ffn, normed);
+      toy::rms_norm(x, w.rms_ffn, normed);
       Eigen::MatrixXf gate = w.w1 * normed;
       gate.array() *= (w.w3 * normed).array() / (1.0f + (-gate.array()).exp());
       x += w.w2 * gate;
     }
     ++position_;
-    toy::detail::rms_norm(x, weights_->rms_final, normed);
+    toy::rms_norm(x, weights_->rms_final, normed);
     return weights_->classifier() * normed;
   }
   /// The slot that the last token went to; the positions that are held, by slot.
